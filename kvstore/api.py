@@ -1,0 +1,207 @@
+"""The five verbs (match, load, reserve, commit, release) as callers see them.
+
+``KVStore`` is the synchronous face that the embedded store (``kvstore.open``) and the
+client of a daemon (``kvstore.connect``) share; a worker cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+from kvstore.layout import BLOCK_TOKENS
+from kvstore.namespace import Namespace
+from kvstore.units import PersistPoint, UnitMark
+
+
+class Tier(StrEnum):
+    """Where a block was found."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class MissReason(StrEnum):
+    """Why a match falls short of the whole prompt; machine-readable and counted."""
+
+    NONE = "none"  # nothing was missing but the token that is always computed
+    SHORTER_THAN_BLOCK = "shorter_than_block"  # such content is never cached
+    NEVER_SEEN = "never_seen"  # the next block is not stored and was not seen lately
+    NOT_STORED = "not_stored"  # seen lately, but not stored or no longer stored
+    DIVERGED = "diverged"  # the stored chain goes on with other tokens
+    NO_UNIT = "no_unit"  # stored further, but no unit ends there
+    PENDING = "pending"  # another worker is filling the next block
+    UNAVAILABLE = "unavailable"  # the store did not answer
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Answer of Match. ``blocks`` leading blocks are usable; they lie in these tiers."""
+
+    blocks: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    unit: bytes | None = None  # hash of the unit that was hit
+    unit_blocks: int = 0  # its length; >= blocks, since some token is always computed
+    stored_blocks: int = 0  # leading blocks that are stored, unit or not
+    reason: MissReason = MissReason.NONE
+    persist_points: tuple[PersistPoint, ...] = ()
+    interval: int = 0  # tokens between interval marks, for the answer; 0 is off
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBlock:
+    """A readable block: its index in the ``hashes`` of the Load, and its bytes.
+
+    ``data`` (read-only, ``layout.block_bytes`` long) is the caller's until the next step
+    of the iteration or the end of the ``with``; then its slot goes back as a credit.
+    """
+
+    index: int
+    data: memoryview
+
+
+class Load(Protocol):
+    """A lease over blocks being read. Iterate it inside ``with``; batches come in order.
+
+    ``short`` is None while every block asked for has come or may still come; else the
+    number of leading ``hashes`` that are usable (``first`` included), and iteration ends.
+    """
+
+    @property
+    def short(self) -> int | None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def __iter__(self) -> Iterator[list[LoadedBlock]]: ...
+
+
+class ReserveState(IntEnum):
+    """What Reserve says of one block."""
+
+    PRESENT = 0  # stored already; nothing to do
+    PENDING = 1  # another worker is filling it; nothing to do
+    FILL = 2  # a slot was given: write all its bytes, then Commit
+    RETRY = 3  # the arena is full of unwritten or held blocks: come back
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedBlock:
+    """One block's outcome; ``data`` (writable, ``layout.block_bytes`` long) only with FILL."""
+
+    hash: bytes
+    state: ReserveState
+    data: memoryview | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Answer of Reserve. ``lease`` keeps what is present and the slots that were given."""
+
+    lease: int
+    blocks: tuple[ReservedBlock, ...]
+
+    @property
+    def retry(self) -> int:
+        """How many of the last blocks got no slot."""
+        return sum(block.state is ReserveState.RETRY for block in self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """Use of one tier, in bytes and blocks."""
+
+    used_bytes: int
+    capacity_bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A snapshot of a store."""
+
+    host: TierStatus
+    disk: TierStatus
+    mode: str  # "ok" or "host_only"
+    pinned: bool  # whether the arena is locked in memory
+    dirty_blocks: int
+    units: int
+    leases: int
+    namespaces: int
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+@runtime_checkable
+class KVStore(Protocol):
+    """The verbs. Thread-safe; every call ends within ``timeout`` (seconds).
+
+    All raise ``Unavailable`` / ``DeadlineExceeded`` when the store cannot answer, save
+    Match and Load, which are a miss then. ``namespace`` is the digest that
+    ``open_namespace`` returned, and raises ``NamespaceUnknown`` if the store has lost it.
+    """
+
+    def open_namespace(self, namespace: Namespace) -> bytes:
+        """Register a namespace; returns its digest, the key of ``hashing.block_hashes``.
+
+        Raises ``CapacityTooSmall`` when a tier cannot hold a block of its layout.
+        """
+
+    def match(
+        self,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        tokens: int,
+        *,
+        align: int = BLOCK_TOKENS,
+        store: bool = False,
+    ) -> Match:
+        """How much of a prompt of ``tokens`` tokens can be loaded.
+
+        The hit is at most ``tokens - 1`` tokens, rounded down to ``align``. Pure, unless
+        ``store`` announces that the caller will store this prompt: then the chain is
+        remembered and a common prefix that it shows becomes a unit.
+        """
+
+    def load(
+        self, namespace: bytes, hashes: Sequence[bytes], *, first: int = 0, timeout: float = 60.0
+    ) -> Load:
+        """Read ``hashes[first:]``. ``timeout`` bounds the wait for each batch."""
+
+    def reserve(
+        self, namespace: bytes, parent: bytes, hashes: Sequence[bytes], *, lease: int = 0
+    ) -> Reservation:
+        """Ask for slots for consecutive blocks behind ``parent`` (``hashing.ROOT`` at the start).
+
+        ``lease`` adds to an earlier reservation. Raises ``ParentMissing`` when ``parent``
+        is not stored, ``LeaseUnknown`` for an expired or foreign lease.
+        """
+
+    def commit(self, lease: int, hashes: Sequence[bytes], units: Sequence[UnitMark] = ()) -> int:
+        """Seal filled blocks and mark units; returns a ticket. Acknowledged means readable.
+
+        Either all of it happens or, with ``NotReserved`` / ``LeaseUnknown``, nothing.
+        A unit's last block must be stored, or in this or an earlier commit.
+        """
+
+    def durable(self, ticket: int, *, timeout: float = 60.0) -> bool:
+        """Wait until a commit is on disk; False if that could not be had.
+
+        Raises ``TicketUnknown``, and ``DeadlineExceeded`` when it takes longer.
+        """
+
+    def release(self, lease: int) -> None:
+        """End a lease: unfilled slots return, holds end. Unknown leases are ignored."""
+
+    def status(self) -> Status:
+        """Sizes, mode and counters."""
+
+    def close(self) -> None:
+        """Release everything this caller holds."""

@@ -1,0 +1,86 @@
+"""Cache prefix units and the planner that says where a request leaves them.
+
+A unit is a whole prefix ``[0, n)`` that was persisted and can be hit. It is a mark on
+a chain of blocks, not a copy, and is named by the hash of its last block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntFlag
+
+from kvstore.errors import InvalidArgument
+from kvstore.layout import BLOCK_TOKENS
+
+DEFAULT_INTERVAL = 2048  # tokens
+
+
+class UnitKind(IntFlag):
+    """Why a unit exists; one unit may have several reasons."""
+
+    NONE = 0
+    REQUEST_END = 1
+    COMMON_PREFIX = 2
+    INTERVAL = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PersistPoint:
+    """A position at which a request should leave a unit."""
+
+    tokens: int
+    kinds: UnitKind
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMark:
+    """A unit to be made: the hash of its last block, and why."""
+
+    hash: bytes
+    kinds: UnitKind
+
+
+def check_interval(interval: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    """``interval`` if it is 0 (off) or a positive multiple of the block; else ``InvalidArgument``."""
+    if interval < 0 or interval % block_tokens:
+        raise InvalidArgument(
+            f"interval={interval} is neither 0 (off) nor a multiple of {block_tokens} tokens"
+        )
+    return interval
+
+
+def plan_input(
+    tokens: int, *, interval: int, common: Iterable[int] = (), block_tokens: int = BLOCK_TOKENS
+) -> tuple[PersistPoint, ...]:
+    """Persist points of an input of ``tokens`` tokens, in order of position.
+
+    ``common`` are positions of detected common prefixes. The input's end, rounded down
+    to a block, always is one unless it is 0.
+    """
+    end = tokens - tokens % block_tokens
+    points: dict[int, UnitKind] = {}
+    for position in range(interval, end + 1, interval) if interval else ():
+        points[position] = UnitKind.INTERVAL
+    for position in common:
+        if 0 < position <= end:
+            points[position] = points.get(position, UnitKind.NONE) | UnitKind.COMMON_PREFIX
+    if end:
+        points[end] = points.get(end, UnitKind.NONE) | UnitKind.REQUEST_END
+    return tuple(PersistPoint(at, points[at]) for at in sorted(points))
+
+
+def plan_output(
+    prompt: int, total: int, *, interval: int, block_tokens: int = BLOCK_TOKENS
+) -> tuple[PersistPoint, ...]:
+    """Persist points of an answer: interval marks behind the prompt, and its end.
+
+    The last sampled token has no latent yet, so the answer's unit ends at
+    ``floor64(total - 1)``; it is left out where that lies inside the prompt.
+    """
+    cached = max(total - 1, 0)
+    end = cached - cached % block_tokens
+    if end <= prompt - prompt % block_tokens:
+        return ()
+    inside = plan_input(end, interval=interval, block_tokens=block_tokens)
+    return tuple(point for point in inside if point.tokens > prompt - prompt % block_tokens)

@@ -1,0 +1,1 @@
+"""Absorbed-weight MLA attention, the device pool and the worker. torch lives here only."""

@@ -1,0 +1,1 @@
+"""Adapters that put the device pool behind the engines people run."""

@@ -1,0 +1,1 @@
+"""The daemon that owns the tiers on one host."""
