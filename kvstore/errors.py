@@ -56,6 +56,10 @@ class CorruptBlock(KVStoreError):
     """A payload did not verify. Always turned into a miss and counted."""
 
 
+class DiskError(KVStoreError):
+    """The DISK tier could not do it (full, failing, damaged); nothing was changed. Free or retry later."""
+
+
 class DataDirError(KVStoreError):
     """The data directory cannot be used."""
 

@@ -1,0 +1,37 @@
+# Two commands do everything: `make demo` and `make test`. Both set up what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test lint proto proto-check clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/python -m benchmarks.disk_vs_prefill --demo --json out/demo.json --plot out/demo.png
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m tests.house_rules
+
+proto:
+	sh proto/generate.sh
+
+proto-check:
+	sh proto/generate.sh --check
+
+clean:
+	rm -rf $(VENV) .venv-proto out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,414 @@
+"""The HOST tier's memory: one sealed ``memfd``, cut into extents and these into equal slots.
+
+All metadata belongs to one event loop, so there are no locks; threads and workers only
+touch the bytes of slots that are held for them.
+
+A slot id is the number of the slot's first 4 KiB page in the arena: unique over all
+classes, and where the bytes lie. A slot is FREE unless it has an entry here:
+
+    take -> FILLING -> seal -> DIRTY -> clean -> CLEAN        clean also straight from FILLING
+    abandon: FILLING -> FREE      disown: any -> FREE         both ORPHAN while held, FREE at the last unhold
+
+Held, FILLING and ORPHAN slots are never evicted or given out again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvstore.errors import CapacityTooSmall, InvalidArgument
+from kvstore.memory import allocate_shared, lock_in_memory
+
+PAGE_BYTES = 4096  # alignment of slots: what direct reads and CUDA registration need
+DEFAULT_EXTENT_BYTES = 64 << 20
+NO_OWNER = -1
+
+
+class SlotState(IntEnum):
+    """What a slot holds."""
+
+    FREE = 0
+    FILLING = 1
+    DIRTY = 2  # readable, not on disk
+    CLEAN = 3  # readable, also on disk
+    ORPHAN = 4  # its block is gone, but somebody still holds it
+
+
+class Taken(NamedTuple):
+    """A slot in state FILLING with one hold, and the owners whose slots were evicted for it."""
+
+    slot: int
+    evicted: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Extent:
+    start: int  # first page
+    pages: int
+    cls: int = -1  # -1: belongs to nobody
+    cut: int = 0  # slots handed out at least once; those behind are not cut yet
+    returned: list[int] = field(default_factory=list)  # cut and FREE again
+    used: int = 0  # slots that are not FREE
+    clean: int = 0  # of these, CLEAN and not held
+    dirty: int = 0  # of these, DIRTY and not held
+    stamp: int = 0  # last use of any of its slots
+
+    def evictable(self, dirty: bool) -> bool:
+        return self.used == self.clean + (self.dirty if dirty else 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Class:
+    nbytes: int
+    pages: int
+    open: dict[int, _Extent] = field(default_factory=dict)  # by start: those with a FREE slot
+    clean: OrderedDict[int, _Slot] = field(default_factory=OrderedDict)  # not held; least recent first
+    dirty: OrderedDict[int, _Slot] = field(default_factory=OrderedDict)  # the same, DIRTY
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    extent: _Extent
+    owner: int
+    state: SlotState = SlotState.FILLING
+    holders: int = 1
+    stamp: int = 0
+
+
+class Arena:
+    """Shared memory of ``nbytes`` bytes (rounded down to 4 KiB), faulted in and sealed against resizing.
+
+    ``pinned`` says whether it is locked in memory. Raises ``ArenaUnavailable`` when the
+    memory cannot be had now (never SIGBUS later). Misuse of a slot, such as sealing one that is not being
+    filled, raises ``InvalidArgument`` and changes nothing.
+    """
+
+    def __init__(self, nbytes: int, extent_bytes: int = DEFAULT_EXTENT_BYTES) -> None:
+        self.nbytes = nbytes - nbytes % PAGE_BYTES
+        extent_pages = extent_bytes // PAGE_BYTES
+        if self.nbytes <= 0 or extent_pages <= 0:
+            raise CapacityTooSmall(
+                f"arena of {nbytes} bytes in extents of {extent_bytes}: each needs {PAGE_BYTES} bytes or more"
+            )
+        self.fd, self._map = allocate_shared(self.nbytes)
+        self.pinned = lock_in_memory(self._map)
+        self.memory = memoryview(self._map)  # all of it, writable
+        pages = self.nbytes // PAGE_BYTES
+        self._extents = [
+            _Extent(start, min(extent_pages, pages - start)) for start in range(0, pages, extent_pages)
+        ]
+        self._unowned = dict.fromkeys(self._extents)
+        # Extents with an owner, least recently used first: where other classes look for room.
+        self._recent: OrderedDict[int, _Extent] = OrderedDict()
+        self._classes: list[_Class] = []
+        self._by_size: dict[int, int] = {}
+        self._slots: dict[int, _Slot] = {}
+        self._counts: Counter[SlotState] = Counter()  # FREE is not kept here
+        self._used_pages = 0
+        self._clock = 0
+
+    @property
+    def memory(self) -> memoryview:
+        """All of its bytes, writable; ``offset`` points into it."""
+        return self.memory
+
+    def register(self, nbytes_block: int) -> int:
+        """Class id for blocks of ``nbytes_block`` bytes; the same size has the same class.
+
+        Raises ``CapacityTooSmall`` when no extent holds one slot of it.
+        """
+        if nbytes_block in self._by_size:
+            return self._by_size[nbytes_block]
+        if nbytes_block <= 0:
+            raise InvalidArgument(f"a block of {nbytes_block} bytes; it needs at least one")
+        made = _Class(nbytes_block, -(-nbytes_block // PAGE_BYTES))
+        largest = max(extent.pages for extent in self._extents)
+        if made.pages > largest:
+            raise CapacityTooSmall(
+                f"a block of {nbytes_block} bytes does not fit into the host arena ({self.nbytes} bytes,"
+                f" extents of {largest * PAGE_BYTES}); give it more host bytes"
+            )
+        self._classes.append(made)
+        self._by_size[nbytes_block] = len(self._classes) - 1
+        return self._by_size[nbytes_block]
+
+    def capacity(self, cls: int) -> int:
+        """Slots that this class would have with the whole arena."""
+        return sum(extent.pages // self._classes[cls].pages for extent in self._extents)
+
+    def take(self, cls: int, owner: int, *, dirty: bool = False) -> Taken | None:
+        """A slot for ``owner`` (0 or more), FILLING and held once; None when all is in use.
+
+        Looks in this order: a FREE slot of the class; an extent without owner; the least
+        recently used of the class's own CLEAN unheld slots and the other classes' extents
+        in which nothing but such slots is used. ``dirty`` (HOST_ONLY mode) lets DIRTY
+        unheld slots go too, when nothing else is left.
+        """
+        if owner < 0:
+            raise InvalidArgument(f"owner={owner} is negative; it must be a block's row")
+        evicted = self._make_room(cls, dirty=False)
+        if evicted is None and dirty:
+            evicted = self._make_room(cls, dirty=True)
+        if evicted is None:
+            return None
+        return Taken(self._hand_out(cls, owner), evicted)
+
+    def _make_room(self, cls: int, *, dirty: bool) -> tuple[int, ...] | None:
+        """Owners evicted so that the class has a FREE slot; None when that can't be."""
+        mine = self._classes[cls]
+        if mine.open or self._adopt(cls):
+            return ()
+        order = mine.dirty if dirty else mine.clean
+        victim = next(iter(order), None)
+        extent = self._reclaimable(cls, order[victim].stamp if victim is not None else self._clock + 1, dirty)
+        if extent is not None:
+            step = self._classes[extent.cls].pages
+            cut = range(extent.start, extent.start + extent.cut * step, step)
+            owners = tuple(self._evict(slot) for slot in cut if slot in self._slots)
+            self._adopt(cls)
+            return owners
+        return (self._evict(victim),) if victim is not None else None
+
+    def _adopt(self, cls: int) -> bool:
+        """Give an extent without owner to the class, if one is large enough."""
+        mine = self._classes[cls]
+        extent = next((e for e in self._unowned if e.pages >= mine.pages), None)
+        if extent is None:
+            return False
+        del self._unowned[extent]
+        extent.cls = cls
+        mine.open[extent.start] = extent
+        self._recent[extent.start] = extent
+        return True
+
+    def _reclaimable(self, cls: int, before: int, dirty: bool) -> _Extent | None:
+        """The least recently used extent of another class that can be emptied, if used ``before``."""
+        for extent in self._recent.values():
+            if extent.stamp >= before:
+                return None
+            if extent.cls != cls and extent.evictable(dirty) and extent.pages >= self._classes[cls].pages:
+                return extent
+        return None
+
+    def _evict(self, slot: int) -> int:
+        owner = self._slots[slot].owner
+        self._free(slot)
+        return owner
+
+    def _hand_out(self, cls: int, owner: int) -> int:
+        mine = self._classes[cls]
+        extent = next(iter(mine.open.values()))
+        if extent.returned:
+            slot = extent.returned.pop()
+        else:
+            slot = extent.start + extent.cut * mine.pages
+            extent.cut += 1
+        extent.used += 1
+        if extent.used == extent.pages // mine.pages:
+            del mine.open[extent.start]
+        made = self._slots[slot] = _Slot(extent, owner)
+        self._counts[SlotState.FILLING] += 1
+        self._used_pages += mine.pages
+        self._stamp(made)
+        return slot
+
+    def seal(self, slot: int) -> None:
+        """The block is written: FILLING -> DIRTY."""
+        self._move(slot, self._require(slot, "seal", SlotState.FILLING), SlotState.DIRTY)
+
+    def clean(self, slot: int) -> None:
+        """The block is on disk too: FILLING or DIRTY -> CLEAN."""
+        self._move(slot, self._require(slot, "clean", SlotState.FILLING, SlotState.DIRTY), SlotState.CLEAN)
+
+    def abandon(self, slot: int) -> None:
+        """The block will not come: FILLING -> FREE, or ORPHAN while held."""
+        self._require(slot, "abandon", SlotState.FILLING)
+        self.disown(slot)
+
+    def disown(self, slot: int) -> None:
+        """The block is gone: FREE, or ORPHAN until the last ``unhold``."""
+        found = self._require(slot, "disown", SlotState.FILLING, SlotState.DIRTY, SlotState.CLEAN)
+        if found.holders:
+            self._move(slot, found, SlotState.ORPHAN)
+            found.owner = NO_OWNER
+        else:
+            self._free(slot)
+
+    def hold(self, slot: int) -> None:
+        """Keep the slot from eviction and reuse; counted."""
+        found = self._require(slot, "hold", SlotState.FILLING, SlotState.DIRTY, SlotState.CLEAN)
+        self._leave_order(slot, found)
+        found.holders += 1
+        self._stamp(found)
+
+    def unhold(self, slot: int) -> None:
+        """Undo one ``hold`` or the one of ``take``; the last one makes the slot evictable or FREE."""
+        found = self._require(slot, "unhold", *SlotState)
+        if not found.holders:
+            raise InvalidArgument(f"slot {slot} is not held; unhold it once per hold")
+        found.holders -= 1
+        self._stamp(found)
+        if found.holders == 0 and found.state is SlotState.ORPHAN:
+            self._free(slot)
+        else:
+            self._enter_order(slot, found)
+
+    def touch(self, slot: int) -> None:
+        """Make it the most recently used."""
+        found = self._require(slot, "touch", *SlotState)
+        self._leave_order(slot, found)
+        self._stamp(found)
+        self._enter_order(slot, found)
+
+    def _require(self, slot: int, verb: str, *states: SlotState) -> _Slot:
+        found = self._slots.get(slot)
+        if found is None or found.state not in states:
+            raise InvalidArgument(f"cannot {verb} slot {slot}: it is {self.state(slot).name}")
+        return found
+
+    def _move(self, slot: int, found: _Slot, state: SlotState) -> None:
+        self._leave_order(slot, found)
+        self._counts[found.state] -= 1
+        self._counts[state] += 1
+        found.state = state
+        self._stamp(found)
+        self._enter_order(slot, found)
+
+    def _stamp(self, found: _Slot) -> None:
+        self._clock += 1
+        found.stamp = found.extent.stamp = self._clock
+        self._recent.move_to_end(found.extent.start)
+
+    # A slot is in exactly one of its class's orders if it is not held and CLEAN or DIRTY; the
+    # extent counts them. Every change of state or holders happens between leaving and entering.
+
+    def _leave_order(self, slot: int, found: _Slot) -> None:
+        mine = self._classes[found.extent.cls]
+        if mine.clean.pop(slot, None):
+            found.extent.clean -= 1
+        elif mine.dirty.pop(slot, None):
+            found.extent.dirty -= 1
+
+    def _enter_order(self, slot: int, found: _Slot) -> None:
+        mine = self._classes[found.extent.cls]
+        if found.holders == 0 and found.state is SlotState.CLEAN:
+            mine.clean[slot] = found
+            found.extent.clean += 1
+        elif found.holders == 0 and found.state is SlotState.DIRTY:
+            mine.dirty[slot] = found
+            found.extent.dirty += 1
+
+    def _free(self, slot: int) -> None:
+        found = self._slots[slot]
+        extent, mine = found.extent, self._classes[found.extent.cls]
+        self._leave_order(slot, found)
+        del self._slots[slot]
+        self._counts[found.state] -= 1
+        self._used_pages -= mine.pages
+        extent.used -= 1
+        extent.returned.append(slot)
+        mine.open[extent.start] = extent
+        if extent.used == 0:
+            self._release(extent)
+
+    def _release(self, extent: _Extent) -> None:
+        """An extent without a used slot belongs to nobody, so any class may have it next."""
+        del self._classes[extent.cls].open[extent.start]
+        del self._recent[extent.start]
+        extent.cls, extent.cut = -1, 0
+        extent.returned.clear()
+        self._unowned[extent] = None
+
+    def view(self, slot: int) -> memoryview:
+        """The slot's bytes, writable, exactly one block long. Valid while the slot is held."""
+        found = self._require(slot, "view", *SlotState)
+        start = slot * PAGE_BYTES
+        return self.memory[start : start + self._classes[found.extent.cls].nbytes]
+
+    def offset(self, slot: int) -> int:
+        """Bytes from the start of the arena to the slot."""
+        return slot * PAGE_BYTES
+
+    def state(self, slot: int) -> SlotState:
+        """FREE for every id that is not in use."""
+        found = self._slots.get(slot)
+        return found.state if found else SlotState.FREE
+
+    def owner(self, slot: int) -> int:
+        """What ``take`` was given; ``NO_OWNER`` for FREE and ORPHAN."""
+        found = self._slots.get(slot)
+        return found.owner if found else NO_OWNER
+
+    def holders(self, slot: int) -> int:
+        """How many holds keep it."""
+        found = self._slots.get(slot)
+        return found.holders if found else 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all slots that are not FREE, their rounding to 4 KiB included."""
+        return self._used_pages * PAGE_BYTES
+
+    def count(self, state: SlotState) -> int:
+        """Number of slots in a state; FREE counts those in extents that have a class."""
+        if state is SlotState.FREE:
+            owned = self._recent.values()
+            return sum(e.pages // self._classes[e.cls].pages - e.used for e in owned)
+        return self._counts[state]
+
+    def check(self) -> list[str]:
+        """Every broken invariant, in words; empty when sound. Walks everything: for tests."""
+        slots = self._slots.items()
+        problems = [problem for extent in self._extents for problem in self._extent_problems(extent)]
+        for order in [order for cls in self._classes for order in (cls.clean, cls.dirty)]:
+            stamps = [found.stamp for found in order.values()]
+            if stamps != sorted(stamps):
+                problems.append(f"slots are out of order of use: {list(order)}")
+        problems += [
+            f"orphan {slot} has an owner or no holder"
+            for slot, found in slots
+            if found.state is SlotState.ORPHAN and (found.owner != NO_OWNER or not found.holders)
+        ]
+        if self._counts != Counter(found.state for _, found in slots):
+            problems.append(f"counts by state are {self._counts}")
+        if self._used_pages != sum(self._classes[found.extent.cls].pages for _, found in slots):
+            problems.append(f"used pages are {self._used_pages}")
+        if [e.stamp for e in self._recent.values()] != sorted(e.stamp for e in self._extents if e.cls >= 0):
+            problems.append("extents are out of order of use")
+        return problems
+
+    def _extent_problems(self, extent: _Extent) -> Iterator[str]:
+        inside = {slot: found for slot, found in self._slots.items() if found.extent is extent}
+        if (extent.cls < 0) != (extent in self._unowned) or (extent.cls < 0) != (not inside):
+            yield f"extent {extent.start} of class {extent.cls} has {len(inside)} used slots"
+        if extent.cls < 0:
+            return
+        mine = self._classes[extent.cls]
+        step = mine.pages
+        cut = range(extent.start, extent.start + extent.cut * step, step)
+        if sorted([*inside, *extent.returned]) != list(cut):
+            yield f"extent {extent.start}: used and returned slots are not those cut"
+        if (extent.start in mine.open) != (len(inside) < extent.pages // step):
+            yield f"extent {extent.start} is wrongly open or not"
+        idle = Counter(found.state for found in inside.values() if not found.holders)
+        listed = (len(mine.clean.keys() & inside), len(mine.dirty.keys() & inside))
+        counted = (extent.clean, extent.dirty)
+        if not listed == counted == (idle[SlotState.CLEAN], idle[SlotState.DIRTY]):
+            yield f"extent {extent.start} counts {counted} idle slots, lists {listed}"
+        if extent.used != len(inside) or extent.cut * step > extent.pages:
+            yield f"extent {extent.start} counts {extent.used} used slots of {len(inside)}"
+
+    def close(self) -> None:
+        """Give the memory back as soon as no view of it is left; a second call does nothing."""
+        self.memory.release()
+        with contextlib.suppress(BufferError):  # the last view unmaps it then
+            self._map.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

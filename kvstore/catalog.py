@@ -1,0 +1,349 @@
+"""The catalogue: what the store holds. One LMDB environment, and the truth after a restart.
+
+A payload is written before the commit that names it and freed after the commit that
+drops it, so every record names a whole payload. Records are packed to a fixed size and
+carry a checksum of key and fields; one that does not verify is skipped and counted.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+from kvstore.errors import DataDirError, DataDirInUse, DataDirReadOnly, DiskError, FormatMismatch
+from kvstore.hashing import HASH_BYTES
+from kvstore.namespace import DIGEST_BYTES
+from kvstore.payloads.lmdb import LmdbDamaged, LmdbFile
+
+FORMAT_VERSION = 1  # of the whole data directory
+SECRET_BYTES = 32
+
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+_RECORDS_A_TXN = 16384
+_ID = struct.Struct("<I")
+_CHECK = struct.Struct("<Q")
+
+# The stored form of a record: key, then the packed fields, then the checksum of both.
+_BLOCK = struct.Struct(f"<{HASH_BYTES}sIIQQBQd")
+_UNIT = struct.Struct("<IIIddQ")
+BLOCK_DTYPE = np.dtype(
+    [
+        ("hash", f"V{HASH_BYTES}"),
+        ("parent", f"V{HASH_BYTES}"),
+        ("namespace", "<u4"),
+        ("depth", "<u4"),
+        ("place", "<u8"),
+        ("length", "<u8"),
+        ("codec", "u1"),
+        ("checksum", "<u8"),
+        ("used", "<f8"),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """One stored block. ``checksum`` is the xxh3-64 of the decoded block."""
+
+    hash: bytes
+    parent: bytes
+    namespace: int  # id from ``add_namespace``
+    depth: int  # blocks of the chain up to and with this one
+    place: int
+    length: int  # stored (encoded) bytes
+    codec: int
+    checksum: int
+    used: float  # unix seconds
+
+    def pack(self) -> bytes:
+        """The fields behind the hash, in their stored form."""
+        return _BLOCK.pack(
+            self.parent,
+            self.namespace,
+            self.depth,
+            self.place,
+            self.length,
+            self.codec,
+            self.checksum,
+            self.used,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRecord:
+    """One unit, named by the hash of its last block."""
+
+    hash: bytes
+    namespace: int
+    tokens: int
+    kinds: int
+    created: float  # unix seconds
+    used: float
+    hits: int
+
+    def pack(self) -> bytes:
+        """The fields behind the hash, in their stored form."""
+        return _UNIT.pack(self.namespace, self.tokens, self.kinds, self.created, self.used, self.hits)
+
+
+class DirectoryLock:
+    """Exclusive use of a data directory by this process, until ``close`` or its death."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def close(self) -> None:
+        """Let others have the directory; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def lock_directory(path: Path) -> DirectoryLock:
+    """Create the data directory if need be and lock it (``LOCK`` in it, with our pid).
+
+    Raises ``DataDirInUse`` naming the holder, ``DataDirReadOnly``, ``DataDirError``.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _directory_error(path, error) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise DataDirInUse(
+            f"data directory {path} is in use by process {holder}; stop it or choose another directory"
+        ) from None
+    # The file stays when the lock goes: removing it would let two processes lock two files.
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return DirectoryLock(fd)
+
+
+def _directory_error(path: Path, error: OSError | lmdb.Error) -> DataDirError:
+    code = error.errno if isinstance(error, OSError) else error.code
+    if code in _READ_ONLY:
+        return DataDirReadOnly(
+            f"data directory {path} cannot be written ({error}); fix its permissions or mount"
+        )
+    return DataDirError(f"data directory {path} cannot be used ({error}); repair it or choose another one")
+
+
+class Catalog:
+    """The open catalogue. One thread at a time; ``skipped`` counts damaged records met so far."""
+
+    @classmethod
+    def open(cls, path: Path, map_bytes: int) -> Self:
+        """Open or create the catalogue in ``path``, a directory inside the data directory we have locked.
+
+        ``map_bytes`` is its first size; it grows by itself. Raises ``FormatMismatch``,
+        ``DataDirReadOnly`` and ``DataDirError``.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file = LmdbFile(path, map_bytes, max_dbs=4)
+        except lmdb.VersionMismatchError as error:
+            raise FormatMismatch(_mismatch(path, f"another LMDB ({error})")) from error
+        except LmdbDamaged as error:
+            raise DataDirError(
+                f"the catalogue is truncated: {error}; remove {path} to start empty"
+            ) from error
+        except (lmdb.Error, OSError) as error:
+            raise _directory_error(path, error) from error
+        try:
+            return cls(path, file)
+        except BaseException:
+            file.close()
+            raise
+
+    def __init__(self, path: Path, file: LmdbFile) -> None:
+        self.skipped = 0
+        self._path = path
+        self._file = file
+        self._env = file.env
+        try:
+            self._info = self._env.open_db(b"info")
+            self._namespaces = self._env.open_db(b"namespaces")
+            self._blocks = self._env.open_db(b"blocks")
+            self._units = self._env.open_db(b"units")
+            self._check_format()
+        except (lmdb.Error, OSError) as error:
+            raise _directory_error(path, error) from error
+
+    def _check_format(self) -> None:
+        ours = str(FORMAT_VERSION).encode()
+        with self._env.begin(write=True, db=self._info) as txn:
+            found = bytes(txn.get(b"format", ours))
+            if found != ours:
+                raise FormatMismatch(_mismatch(self._path, f"format {found.decode(errors='replace')}"))
+            txn.put(b"format", ours, overwrite=False)
+
+    def _write(self, action: Callable[[lmdb.Transaction], object]) -> None:
+        """Run ``action`` in one synced transaction, with a larger map when it does not fit."""
+        try:
+            while True:
+                try:
+                    self._file.whole()  # stretches a truncated file, so that nothing dies of SIGBUS
+                    with self._env.begin(write=True) as txn:
+                        action(txn)
+                    return
+                except lmdb.MapFullError:
+                    self._file.grow(2 * self._env.info()["map_size"])
+        except (lmdb.Error, OSError, LmdbDamaged) as error:
+            raise DiskError(f"catalogue of {self._path}: {error}; nothing was changed") from error
+
+    def tenant_secret(self, tenant: str) -> bytes:
+        """The 32 random bytes of this tenant, made on first use. Raises ``DiskError``."""
+        # Hashed, since a name may be longer than LMDB's keys.
+        key = b"tenant/" + blake2b(tenant.encode(errors="surrogatepass"), digest_size=32).digest()
+        known = next((value for found, value in self._scan(self._info) if found == key), None)
+        if known is not None:
+            return known
+        fresh = secrets.token_bytes(SECRET_BYTES)
+        self._write(lambda txn: txn.put(key, fresh, db=self._info))
+        return fresh
+
+    def namespaces(self) -> list[tuple[int, str, bytes]]:
+        """Id, canonical JSON and digest of every namespace, by rising id. Raises ``DiskError``."""
+        found: list[tuple[int, str, bytes]] = []
+        for key, value in self._scan(self._namespaces):
+            try:
+                body = _unseal(key, value)
+                found.append((_ID.unpack(key)[0], body[DIGEST_BYTES:].decode(), body[:DIGEST_BYTES]))
+            except (struct.error, ValueError):
+                self.skipped += 1
+        return sorted(found)
+
+    def add_namespace(self, json: str, digest: bytes) -> int:
+        """Id of the namespace with this digest, a new one if it is new. Raises ``DiskError``."""
+        known = self.namespaces()
+        for number, _, present in known:
+            if present == digest:
+                return number
+        # Ids are never reused, so a record that outlives a damaged namespace cannot join another.
+        taken = [int.from_bytes(key[: _ID.size], "little") for key, _ in self._scan(self._namespaces)]
+        number = 1 + max(taken, default=0)
+        key = _ID.pack(number)
+        self._write(lambda txn: _put(txn, self._namespaces, key, digest + json.encode()))
+        return number
+
+    def commit(
+        self,
+        *,
+        blocks: Sequence[BlockRecord] = (),
+        units: Sequence[UnitRecord] = (),
+        drop_blocks: Sequence[bytes] = (),
+        drop_units: Sequence[bytes] = (),
+    ) -> None:
+        """Drop, then put, in one durable transaction: all of it or, with ``DiskError``, nothing.
+
+        Dropping what is unknown does nothing. What is put replaces what was there.
+        """
+        if not (blocks or units or drop_blocks or drop_units):
+            return
+
+        def change(txn: lmdb.Transaction) -> None:
+            for key in drop_blocks:
+                txn.delete(key, db=self._blocks)
+            for key in drop_units:
+                txn.delete(key, db=self._units)
+            for block in blocks:
+                _put(txn, self._blocks, block.hash, block.pack())
+            for unit in units:
+                _put(txn, self._units, unit.hash, unit.pack())
+
+        self._write(change)
+
+    def block_columns(self) -> Iterator[NDArray[np.void]]:
+        """All blocks as arrays of ``BLOCK_DTYPE``, some thousands each; the fast way at start-up.
+
+        Raises ``DiskError``. Commit nothing while iterating.
+        """
+        for records in self._records(self._blocks, _BLOCK.size):
+            yield np.frombuffer(b"".join(records), BLOCK_DTYPE)
+
+    def blocks(self) -> Iterator[BlockRecord]:
+        """All blocks. Raises ``DiskError``. Commit nothing while iterating."""
+        whole = struct.Struct(f"<{HASH_BYTES}s" + _BLOCK.format[1:])
+        for records in self._records(self._blocks, _BLOCK.size):
+            for fields in whole.iter_unpack(b"".join(records)):
+                yield BlockRecord(*fields)
+
+    def units(self) -> Iterator[UnitRecord]:
+        """All units. Raises ``DiskError``. Commit nothing while iterating."""
+        whole = struct.Struct(f"<{HASH_BYTES}s" + _UNIT.format[1:])
+        for records in self._records(self._units, _UNIT.size):
+            for fields in whole.iter_unpack(b"".join(records)):
+                yield UnitRecord(*fields)
+
+    def _records(self, db: Any, size: int) -> Iterator[list[bytes]]:
+        """Key and fields of each sound record, in lists of bounded length."""
+        scan = self._scan(db)
+        while chunk := list(islice(scan, _RECORDS_A_TXN)):
+            sound: list[bytes] = []
+            for key, value in chunk:
+                record = key + value[: -_CHECK.size]
+                if (
+                    len(record) == HASH_BYTES + size
+                    and len(key) == HASH_BYTES
+                    and _CHECK.pack(xxh3_64_intdigest(record)) == value[-_CHECK.size :]
+                ):
+                    sound.append(record)
+            self.skipped += len(chunk) - len(sound)
+            yield sound
+
+    def _scan(self, db: Any) -> Iterator[tuple[bytes, bytes]]:
+        last = b""
+        while chunk := self._pairs_behind(db, last):
+            yield from chunk
+            last = chunk[-1][0]
+
+    def _pairs_behind(self, db: Any, last: bytes) -> list[tuple[bytes, bytes]]:
+        # Short transactions: a suspended iterator must not keep an old snapshot alive.
+        try:
+            self._file.whole()
+            with self._env.begin(db=db) as txn, txn.cursor() as cursor:
+                if not cursor.set_range(last + b"\0"):
+                    return []
+                return list(islice(cursor.iternext(), _RECORDS_A_TXN))
+        except (lmdb.Error, OSError) as error:
+            raise DiskError(f"catalogue of {self._path} cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+        self._file.close()
+
+
+def _mismatch(path: Path, found: str) -> str:
+    return (
+        f"data directory {path.parent} was written by {found}, this version reads format {FORMAT_VERSION};"
+        " remove the directory (it is a cache) or run the version that wrote it"
+    )
+
+
+def _put(txn: lmdb.Transaction, db: Any, key: bytes, body: bytes) -> None:
+    txn.put(key, body + _CHECK.pack(xxh3_64_intdigest(key + body)), db=db)
+
+
+def _unseal(key: bytes, value: bytes) -> bytes:
+    body, check = value[: -_CHECK.size], value[-_CHECK.size :]
+    if check != _CHECK.pack(xxh3_64_intdigest(key + body)):
+        raise ValueError("checksum")
+    return body

@@ -1,0 +1,105 @@
+"""Match: how much of a prompt can be loaded, why not more, and where to leave units.
+
+Pure functions over the index and the ghost list. A common prefix shows when a chain
+runs along known blocks and leaves them where other chains go on (request 1 is A+B,
+request 2 is A+C): ``floor64(|A|)`` is where request 3, A+D, should hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.api import Match, MissReason
+from kvstore.ghosts import GhostList
+from kvstore.prefix_index import NONE, BlockState, PrefixIndex, Walk
+from kvstore.settings import Policy
+from kvstore.units import plan_input
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as the daemon sees it: hashes of its full blocks, and its length in tokens."""
+
+    namespace: int
+    hashes: Sequence[bytes]
+    tokens: int
+    block_tokens: int
+    align: int  # tokens; hits are rounded down to a multiple
+
+    @property
+    def usable_blocks(self) -> int:
+        """The most blocks a hit may have: some token is always computed."""
+        tokens = min(len(self.hashes) * self.block_tokens, max(self.tokens - 1, 0))
+        return self.aligned(tokens // self.block_tokens)
+
+    def aligned(self, blocks: int) -> int:
+        """``blocks`` rounded down to a multiple of ``align`` tokens."""
+        return blocks * self.block_tokens // self.align * self.align // self.block_tokens
+
+
+class Matcher:
+    """Matches prompts against an index under a policy."""
+
+    def __init__(self, index: PrefixIndex, ghosts: GhostList, *, policy: Policy, interval: int) -> None:
+        self._index = index
+        self._ghosts = ghosts
+        self._policy = policy
+        self._interval = interval
+
+    def match(self, prompt: Prompt, walk: Walk) -> Match:
+        """The deepest usable unit of a walked prompt. Changes nothing."""
+        index, rows = self._index, walk.rows
+        unit = len(rows) if self._policy == "block" else index.deepest_unit(rows)
+        blocks = min(prompt.aligned(unit), prompt.usable_blocks)
+        host = sum(index.slot[row] != NONE for row in rows[:blocks])
+        common = [depth * prompt.block_tokens for depth in (self.common_prefix(prompt, walk),) if depth]
+        return Match(
+            blocks=blocks,
+            host_blocks=host,
+            disk_blocks=blocks - host,
+            unit=index.hashes[rows[unit - 1]] if unit else None,
+            unit_blocks=unit,
+            stored_blocks=len(rows),
+            reason=self._reason(prompt, walk, unit),
+            persist_points=plan_input(
+                prompt.tokens, interval=self._interval, common=common, block_tokens=prompt.block_tokens
+            ),
+            interval=self._interval,
+        )
+
+    def common_prefix(self, prompt: Prompt, walk: Walk) -> int:
+        """Depth in blocks at which the prompt parts from chains that go on.
+
+        0 if it does not, or if a unit ends there already.
+        """
+        index, hashes = self._index, prompt.hashes
+        known = len(walk.rows)
+        while known < len(hashes) and hashes[known] in self._ghosts:
+            known += 1
+        if known == 0 or known == len(hashes):
+            return 0
+        if known == len(walk.rows):
+            # Behind the last stored block: does a stored or remembered chain go on there?
+            row = walk.rows[-1]
+            if index.kinds[row]:
+                return 0
+            elsewhere = index.children[row] - (walk.next_row != NONE) > 0
+            return known if elsewhere or self._ghosts.continued(index.hashes[row]) else 0
+        return known if self._ghosts.continued(hashes[known - 1]) else 0
+
+    def _reason(self, prompt: Prompt, walk: Walk, unit: int) -> MissReason:
+        if not prompt.hashes:
+            return MissReason.SHORTER_THAN_BLOCK
+        if unit >= prompt.usable_blocks:
+            return MissReason.NONE
+        stored = len(walk.rows)
+        if stored > unit:
+            return MissReason.NO_UNIT
+        if walk.next_row != NONE and self._index.state[walk.next_row] == BlockState.FILLING:
+            return MissReason.PENDING
+        if walk.next_row != NONE or prompt.hashes[stored] in self._ghosts:
+            return MissReason.NOT_STORED
+        if stored and self._index.children[walk.rows[-1]]:
+            return MissReason.DIVERGED
+        return MissReason.NEVER_SEEN

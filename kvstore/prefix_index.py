@@ -1,0 +1,225 @@
+"""The chains of blocks in RAM, the unit marks on them, and matching.
+
+Columns, not objects: a block is a row number into parallel arrays (under 250 bytes a
+block). The index is owned by the store's event loop, and nothing here waits or locks.
+
+Invariants (``check`` verifies them):
+  * ``children[r]`` is the number of rows whose parent is ``r``; a row with children,
+    or one that is held, is never removed;
+  * a PRESENT row has a slot, a place on disk, or both; an ABSENT row (a hole: its block
+    was lost, or is known only as somebody's parent) has neither, and has children;
+  * a FILLING row has a slot and no place.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvstore.units import UnitKind
+
+NONE = -1  # no row, no slot, no place
+
+
+class BlockState(IntEnum):
+    """Whether a block's bytes can be had."""
+
+    FREE = 0  # the row is unused
+    ABSENT = 1
+    FILLING = 2
+    PRESENT = 3
+
+
+@dataclass(slots=True)
+class UnitUse:
+    """What is known of a unit besides its mark. Times in unix seconds."""
+
+    created: float
+    used: float
+    hits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How far a chain runs along stored blocks, and why it ends there."""
+
+    rows: list[int]  # the PRESENT rows from the first block on
+    next_row: int  # row of the block behind them if the index knows it, else NONE
+
+
+class PrefixIndex:
+    """Rows of blocks; see the module's invariants."""
+
+    def __init__(self) -> None:
+        self._rows: dict[bytes, int] = {}
+        self._free: list[int] = []
+        self.hashes: list[bytes] = []
+        self.state = bytearray()
+        self.parent = array("i")
+        self.children = array("i")
+        self.holds = array("i")
+        self.namespace = array("i")
+        self.depth = array("i")  # blocks up to and with this one
+        self.slot = array("i")
+        self.place = array("q")
+        self.length = array("I")  # stored bytes on disk
+        self.codec = bytearray()
+        self.checksum = array("Q")  # xxh3-64 of the raw block; valid with a place
+        self.used = array("d")  # unix seconds
+        self.kinds = bytearray()
+        self.units: dict[int, UnitUse] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows.values())
+
+    def find(self, block: bytes) -> int:
+        """Row of a hash, or NONE."""
+        return self._rows.get(block, NONE)
+
+    def add(self, block: bytes, parent: int, namespace: int, depth: int, used: float) -> int:
+        """A new row in state ABSENT below ``parent`` (NONE for a first block or an unknown parent)."""
+        row = self._free.pop() if self._free else self._grow()
+        self._rows[block] = row
+        self.hashes[row] = block
+        self.state[row] = BlockState.ABSENT
+        self.namespace[row] = namespace
+        self.depth[row] = depth
+        self.used[row] = used
+        self.parent[row] = parent
+        if parent != NONE:
+            self.children[parent] += 1
+        return row
+
+    def _grow(self) -> int:
+        for column in (self.parent, self.slot, self.place):
+            column.append(NONE)
+        for counts in (self.children, self.holds, self.namespace, self.depth, self.length, self.checksum):
+            counts.append(0)
+        self.used.append(0.0)
+        for flags in (self.state, self.codec, self.kinds):
+            flags.append(0)
+        self.hashes.append(b"")
+        return len(self.hashes) - 1
+
+    def adopt(self, row: int, parent: int) -> None:
+        """Give a row whose parent was unknown its parent."""
+        if self.parent[row] == NONE and parent != NONE:
+            self.parent[row] = parent
+            self.children[parent] += 1
+
+    def lose(self, row: int) -> list[int]:
+        """The block's bytes are gone: drop its mark, and the row unless something hangs on it.
+
+        Returns the rows that left the index: this one, and holes above that only it kept.
+        """
+        self.state[row] = BlockState.ABSENT
+        self.slot[row] = self.place[row] = NONE
+        self.unmark(row)
+        removed = []
+        while row != NONE and self._idle_hole(row):
+            removed.append(row)
+            row = self._remove(row)
+        return removed
+
+    def _idle_hole(self, row: int) -> bool:
+        return self.state[row] == BlockState.ABSENT and not self.children[row] and not self.holds[row]
+
+    def _remove(self, row: int) -> int:
+        parent = self.parent[row]
+        if parent != NONE:
+            self.children[parent] -= 1
+        del self._rows[self.hashes[row]]
+        self.hashes[row] = b""
+        self.state[row] = BlockState.FREE
+        self.parent[row] = NONE
+        self._free.append(row)
+        return parent
+
+    def hold(self, row: int) -> None:
+        """Keep a row, and with it its ancestors, from being evicted."""
+        self.holds[row] += 1
+
+    def unhold(self, row: int) -> None:
+        """Undo one ``hold``; a hole that nothing keeps any more goes."""
+        self.holds[row] -= 1
+        if self._idle_hole(row):
+            self.lose(row)
+
+    def mark(self, row: int, kinds: UnitKind, now: float) -> bool:
+        """Make a unit end at this row; True if that is news."""
+        before = self.kinds[row]
+        self.kinds[row] = before | kinds
+        if row not in self.units:
+            self.units[row] = UnitUse(created=now, used=now)
+        return self.kinds[row] != before
+
+    def unmark(self, row: int) -> None:
+        """No unit ends at this row any more."""
+        self.kinds[row] = 0
+        self.units.pop(row, None)
+
+    def walk(self, namespace: int, hashes: Sequence[bytes]) -> Walk:
+        """Follow a chain along PRESENT rows of a namespace."""
+        find, state, owner = self._rows.get, self.state, self.namespace
+        rows: list[int] = []
+        for block in hashes:
+            row = find(block, NONE)
+            # A foreign row can't have this hash, save by a forged call: then it is a miss.
+            if row == NONE or owner[row] != namespace:
+                return Walk(rows, NONE)
+            if state[row] != BlockState.PRESENT:
+                return Walk(rows, row)
+            rows.append(row)
+        return Walk(rows, NONE)
+
+    def deepest_unit(self, rows: Sequence[int]) -> int:
+        """Length in blocks of the longest unit that ends on one of ``rows``; 0 if none does."""
+        for length in range(len(rows), 0, -1):
+            if self.kinds[rows[length - 1]]:
+                return length
+        return 0
+
+    def forks(self, row: int) -> bool:
+        """Whether chains part behind this row."""
+        return self.children[row] > 1
+
+    def touch(self, rows: Sequence[int], now: float) -> None:
+        """Note a use of a whole prefix, so that an ancestor is never older than its children."""
+        used = self.used
+        for row in rows:
+            used[row] = now
+
+    def check(self) -> list[str]:
+        """Violated invariants; empty when sound."""
+        children = [0] * len(self.hashes)
+        for row in self:
+            if self.parent[row] != NONE:
+                children[self.parent[row]] += 1
+        return [fault for row in self for fault in self._faults(row, children[row])]
+
+    def _faults(self, row: int, children: int) -> Iterator[str]:
+        state, slot, place = BlockState(self.state[row]), self.slot[row], self.place[row]
+        if self._rows.get(self.hashes[row]) != row:
+            yield f"row {row}: its hash leads elsewhere"
+        if children != self.children[row]:
+            yield f"row {row}: {self.children[row]} children counted, {children} found"
+        if state == BlockState.PRESENT and slot == NONE and place == NONE:
+            yield f"row {row}: present without slot or place"
+        if state == BlockState.FILLING and (slot == NONE or place != NONE):
+            yield f"row {row}: filling with slot {slot}, place {place}"
+        if state == BlockState.ABSENT and (slot != NONE or place != NONE):
+            yield f"row {row}: absent with slot {slot}, place {place}"
+        if self._idle_hole(row):
+            yield f"row {row}: a hole that nothing keeps"
+        if bool(self.kinds[row]) != (row in self.units):
+            yield f"row {row}: kinds {self.kinds[row]} without or beside a unit record"
+        if self.holds[row] < 0:
+            yield f"row {row}: {self.holds[row]} holds"
+        parent = self.parent[row]
+        if parent != NONE and self.depth[parent] + 1 != self.depth[row]:
+            yield f"row {row}: depth {self.depth[row]} below depth {self.depth[parent]}"

@@ -1,0 +1,63 @@
+"""Settings of a store, checked once and frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvstore.errors import InvalidArgument
+from kvstore.units import DEFAULT_INTERVAL, check_interval
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+Policy = Literal["unit", "block"]
+CodecName = Literal["raw", "zstd"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """What a store may use and how it behaves. Sizes in bytes, times in seconds.
+
+    Raises ``InvalidArgument`` naming the setting and its value.
+    """
+
+    data: Path
+    host_bytes: int = 4 * GIB
+    disk_bytes: int = 50 * GIB
+    interval: int = DEFAULT_INTERVAL  # tokens between interval units; 0 is off
+    policy: Policy = "unit"
+    codec: CodecName = "raw"
+    ghost_bytes: int = 64 * MIB  # RAM for chains that were seen and are not stored
+    lease_seconds: float = 60.0
+    drain_seconds: float = 30.0  # how long closing may take to make blocks durable
+    readers: int = 4  # threads that read payloads
+
+    def __post_init__(self) -> None:
+        check_interval(self.interval)
+        if self.policy not in ("unit", "block"):
+            raise InvalidArgument(f"policy={self.policy!r}: use 'unit' or 'block'")
+        if self.codec not in ("raw", "zstd"):
+            raise InvalidArgument(f"codec={self.codec!r}: use 'raw' or 'zstd'")
+        for name, value, least in (
+            ("host_bytes", self.host_bytes, MIB),
+            ("disk_bytes", self.disk_bytes, 16 * MIB),
+            ("ghost_bytes", self.ghost_bytes, 0),
+            ("readers", self.readers, 1),
+        ):
+            if value < least:
+                raise InvalidArgument(f"{name}={value} is below the least useful value {least}")
+        for name, seconds in (("lease_seconds", self.lease_seconds), ("drain_seconds", self.drain_seconds)):
+            if not 0 < seconds <= 86400:
+                raise InvalidArgument(f"{name}={seconds} is outside (0, 86400]")
+
+    @property
+    def catalog_bytes(self) -> int:
+        """Share of ``disk_bytes`` set aside for the catalogue."""
+        return max(4 * MIB, self.disk_bytes // 32)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Share of ``disk_bytes`` for block payloads."""
+        return self.disk_bytes - self.catalog_bytes

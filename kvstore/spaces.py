@@ -1,0 +1,81 @@
+"""The namespaces that a store knows, by digest and by the small id its records hold."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from kvstore.arena import Arena
+from kvstore.disk import DiskTier
+from kvstore.errors import CapacityTooSmall, NamespaceUnknown
+from kvstore.layout import LatentLayout
+from kvstore.namespace import DIGEST_BYTES, Namespace
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """An open namespace: its id, the key of its hash chains, and where its blocks go."""
+
+    id: int
+    digest: bytes
+    layout: LatentLayout
+    slot_class: int
+
+
+class SpaceTable:
+    """Registry of namespaces. Digests stay valid over restarts, for the catalogue keeps them."""
+
+    def __init__(self, disk: DiskTier, arena: Arena) -> None:
+        self._disk = disk
+        self._arena = arena
+        self._by_digest: dict[bytes, Space] = {}
+        self._by_id: dict[int, Space] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def admit(self, number: int, namespace: Namespace, digest: bytes) -> Space:
+        """Open a catalogued namespace. Raises ``CapacityTooSmall``."""
+        space = Space(number, digest, namespace.layout, self.fit(namespace.layout))
+        self._by_digest[digest] = self._by_id[number] = space
+        return space
+
+    def restore(self) -> None:
+        """Open the catalogue's namespaces; those that no longer fit the tiers stay closed."""
+        for number, text, digest in self._disk.catalog.namespaces():
+            try:
+                self.admit(number, Namespace.from_json(text), digest)
+            except CapacityTooSmall as error:
+                log.warning("event=namespace_closed id=%d reason=%s", number, error)
+
+    def fit(self, layout: LatentLayout) -> int:
+        """The slot class of a layout. Raises ``CapacityTooSmall`` if a tier can't hold one block."""
+        limit = self._disk.limit_bytes(layout.block_bytes)
+        if layout.block_bytes > limit:
+            raise CapacityTooSmall(
+                f"disk: {max(limit, 0)} usable bytes are less than one block of {layout.block_bytes} bytes;"
+                " raise disk_bytes"
+            )
+        return self._arena.register(layout.block_bytes)
+
+    def by_id(self, number: int) -> Space | None:
+        """The open namespace with this id, if there is one."""
+        return self._by_id.get(number)
+
+    def of(self, number: int) -> Space:
+        """The open namespace of an indexed row (rows of closed ones are not indexed)."""
+        return self._by_id[number]
+
+    def block_sizes(self) -> set[int]:
+        """Block bytes of the open namespaces."""
+        return {space.layout.block_bytes for space in self._by_id.values()}
+
+    def get(self, digest: bytes) -> Space:
+        """The open namespace with this digest; ``NamespaceUnknown`` if there is none."""
+        space = self._by_digest.get(digest)
+        if space is None:
+            shown = digest[:8].hex() if len(digest) == DIGEST_BYTES else f"of {len(digest)} bytes"
+            raise NamespaceUnknown(f"namespace {shown} is not open here; call open_namespace first")
+        return space

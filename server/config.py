@@ -1,0 +1,195 @@
+"""The daemon's configuration: flags over environment over a TOML file over defaults.
+
+Parsed once, into one frozen ``Config``. Whatever is wrong becomes one ``ConfigError``
+whose message is one line that names the setting, its value and where it came from.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ByteSize, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from kvstore.errors import InvalidArgument, KVStoreError
+from kvstore.settings import CodecName, Policy, StoreSettings
+from kvstore.units import DEFAULT_INTERVAL
+
+ENV_PREFIX = "LATENTKV_"
+UNIX = "unix://"
+ARENA_SUFFIX = ".arena"  # the handover socket lies beside the gRPC socket
+_MAX_SOCKET_PATH = 107 - len(ARENA_SUFFIX)  # sun_path holds 108 bytes with its final zero
+
+
+class ConfigError(KVStoreError):
+    """A setting is missing or wrong; the message is one line."""
+
+
+def _check_listen(listen: str) -> str:
+    if listen.startswith(UNIX):
+        _check_socket_path(listen.removeprefix(UNIX))
+        return listen
+    host, separator, port = listen.rpartition(":")
+    if not separator or not port.isdecimal() or int(port) > 65535:
+        raise ValueError("write unix:///path or host:port")
+    if not _is_loopback(host):
+        raise ValueError(
+            "only loopback addresses are allowed, for the protocol has no authentication yet; use 127.0.0.1"
+        )
+    return listen
+
+
+def _check_socket_path(path: str) -> None:
+    if not path.startswith("/"):
+        raise ValueError("the socket's path must be absolute: unix:///path")
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+        raise ValueError(f"the socket's path is longer than {_MAX_SOCKET_PATH} bytes; choose a shorter one")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def default_listen(data: Path) -> str:
+    """A socket under the user's runtime directory, or in the data directory if there is none."""
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
+    directory = runtime / "latentkv" if runtime.is_dir() else data.absolute()
+    return f"{UNIX}{directory / 'latentkv.sock'}"
+
+
+class Config(BaseSettings):
+    """Every setting of the daemon. Sizes in bytes (``4GiB`` and the like are read), times in seconds."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
+
+    data: Path
+    listen: Annotated[str, AfterValidator(_check_listen)] = ""
+    host_bytes: ByteSize = ByteSize(4 << 30)
+    disk_bytes: ByteSize = ByteSize(50 << 30)
+    interval: int = DEFAULT_INTERVAL
+    policy: Policy = "unit"
+    codec: CodecName = "raw"
+    ghost_bytes: ByteSize = ByteSize(64 << 20)
+    lease_seconds: float = 60.0
+    drain_seconds: float = Field(default=30.0, gt=0)
+    readers: int = 4
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def address(self) -> str:
+        """Where to listen: ``unix:///path`` or ``host:port``."""
+        return self.listen or default_listen(self.data)
+
+    def store_settings(self) -> StoreSettings:
+        """The store's share. Raises ``InvalidArgument``, whose message starts with the setting's name."""
+        return StoreSettings(
+            data=self.data,
+            host_bytes=int(self.host_bytes),
+            disk_bytes=int(self.disk_bytes),
+            interval=self.interval,
+            policy=self.policy,
+            codec=self.codec,
+            ghost_bytes=int(self.ghost_bytes),
+            lease_seconds=self.lease_seconds,
+            drain_seconds=self.drain_seconds,
+            readers=self.readers,
+        )
+
+
+def load(flags: Mapping[str, str | None], file: str | None = None) -> Config:
+    """Configuration from flags (None is not given), ``LATENTKV_*`` and a TOML file.
+
+    The file is named by ``file`` or by ``LATENTKV_CONFIG``. Raises ``ConfigError``.
+    """
+    named = file or os.environ.get(ENV_PREFIX + "CONFIG")
+    given = {name: value for name, value in flags.items() if value is not None}
+    table = _read_table(Path(named)) if named else {}
+    origin = _Origin(given, named, table)
+    try:
+        config = _sources(Path(named) if named else None)(**given)
+    except ValidationError as error:
+        raise ConfigError(origin.describe(error)) from None
+    try:
+        config.store_settings()
+        _check_socket_path_of(config)
+    except (InvalidArgument, ValueError) as error:
+        name = str(error).partition("=")[0]
+        raise ConfigError(f"{error} ({origin.source(name)})") from None
+    return config
+
+
+def _check_socket_path_of(config: Config) -> None:
+    try:
+        _check_listen(config.address)
+    except ValueError as error:
+        raise ValueError(f"listen={config.address!r}: {error}") from None
+
+
+def _read_table(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"config={str(file)!r} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config={str(file)!r} is no TOML: {error}") from None
+
+
+def _sources(file: Path | None) -> type[Config]:
+    class Sources(Config):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            if file is None:
+                return init_settings, env_settings
+            return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, file)
+
+    return Sources
+
+
+class _Origin:
+    """Says where a setting's value came from."""
+
+    def __init__(self, flags: Mapping[str, str], file: str | None, table: Mapping[str, Any]) -> None:
+        self._flags = flags
+        self._file = file
+        self._table = table
+
+    def source(self, name: str) -> str:
+        """The flag, variable or file that gave the setting."""
+        if name in self._flags:
+            return f"from --{name.replace('_', '-')}"
+        if ENV_PREFIX + name.upper() in os.environ:
+            return f"from {ENV_PREFIX}{name.upper()}"
+        return f"from {self._file}" if name in self._table else "by default"
+
+    def describe(self, error: ValidationError) -> str:
+        """One line about the first thing that is wrong."""
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "missing":
+            return f"{name} is not set: give --{name}, {ENV_PREFIX}{name.upper()}, or {name} in the TOML file"
+        if first["type"] == "extra_forbidden":
+            return f"{name}={first['input']!r} ({self.source(name)}) is no setting"
+        reason = first["msg"].removeprefix("Value error, ")
+        return f"{name}={first['input']!r} ({self.source(name)}): {reason}"

@@ -1,0 +1,91 @@
+"""The handover socket: gives the arena's memfd to workers of this host and learns of their death.
+
+A plain unix stream socket beside the gRPC one. A worker whose uid is ours (or root's)
+gets one line of JSON with the memfd, and then keeps the connection open: its end of
+file is the worker's death, and frees what the worker held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import struct
+from pathlib import Path
+
+from kvstore.arena import Arena
+from kvstore.wire import HANDOVER_VERSION
+from server.events import event
+from server.workers import WorkerTable
+
+log = logging.getLogger(__name__)
+
+_UCRED = struct.Struct("3i")  # pid, uid, gid
+
+
+class Handover:
+    """Listens on ``path``. Owned by the event loop."""
+
+    def __init__(self, path: Path, arena: Arena, workers: WorkerTable) -> None:
+        self._path = path
+        self._arena = arena
+        self._workers = workers
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._accepting: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Listen. The path must be free. Raises ``OSError``."""
+        self._listener.setblocking(False)
+        self._listener.bind(str(self._path))
+        self._listener.listen(64)
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def _accept(self) -> None:
+        while True:
+            connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            task = asyncio.create_task(self._serve(connection))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            pid, uid, _ = _UCRED.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            )
+            if uid not in (0, os.getuid()):
+                event(log, logging.WARNING, "worker_refused", pid=pid, uid=uid, reason="another user")
+                return
+            holder = self._workers.admit()
+            name = holder.token[:4].hex()
+            event(log, logging.INFO, "worker_mapped", worker=name, pid=pid, uid=uid)
+            try:
+                self._give_arena(connection, holder.token)
+                await _end_of_file(connection)
+            except OSError as error:
+                event(log, logging.INFO, "worker_lost", worker=name, reason=error.strerror or error)
+            self._workers.dismiss(holder)
+            event(log, logging.INFO, "worker_gone", worker=name, pid=pid)
+
+    def _give_arena(self, connection: socket.socket, token: bytes) -> None:
+        hello = {"version": HANDOVER_VERSION, "worker": token.hex(), "arena_bytes": self._arena.nbytes}
+        socket.send_fds(connection, [json.dumps(hello).encode() + b"\n"], [self._arena.fd])
+
+    async def close(self) -> None:
+        """Stop, keeping what connected workers hold: the store must be closed by now.
+
+        A cancelled connection is closed without being dismissed, for its worker may live
+        on and touch its slots.
+        """
+        tasks = {*self._connections, *([self._accepting] if self._accepting else [])}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
+
+
+async def _end_of_file(connection: socket.socket) -> None:
+    while await asyncio.get_running_loop().sock_recv(connection, 64):
+        pass  # a worker has nothing to say; only its silence's end matters

@@ -1,0 +1,175 @@
+"""A daemon's life: start up, serve until a signal, drain, shut down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvstore import wire
+from kvstore.errors import KVStoreError
+from kvstore.store import Store
+from kvstore.v1 import kvstore_pb2_grpc
+from server.config import ARENA_SUFFIX, UNIX, Config
+from server.events import event
+from server.handover import Handover
+from server.metrics import RequestCounters
+from server.service import KVStoreService
+from server.workers import WorkerTable
+
+log = logging.getLogger(__name__)
+
+_STREAM_GRACE = 2.0  # seconds in which calls that are running may end by themselves
+_GRPC_OPTIONS = (
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # else a second daemon could listen on the same port
+    ("grpc.keepalive_time_ms", 30_000),  # a peer whose host died must not hold a stream for ever
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+class AddressInUse(KVStoreError):
+    """Another process listens on the address."""
+
+
+class Daemon:
+    """One store behind one gRPC server, and a handover socket if that is a unix socket."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._address = config.address
+        self._requests = RequestCounters()
+        self._stop = asyncio.Event()
+        self._sockets: list[Path] = []
+        self._handover: Handover | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT. Raises ``KVStoreError`` when it cannot start."""
+        self._catch_signals()
+        await self._startup()
+        try:
+            await self._stop.wait()
+        finally:
+            await self._drain()
+            await self._shutdown()
+
+    def _catch_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+
+    async def _startup(self) -> None:
+        os.umask(0o077)  # sockets and data are for this user alone
+        self._store = await Store.open(self._config.store_settings())
+        try:
+            self._workers = WorkerTable(self._store, idle_seconds=self._config.lease_seconds)
+            self._claim_sockets()
+            await self._listen()
+        except BaseException:
+            await self._store.close()
+            raise
+        self._sweeping = asyncio.create_task(self._sweep())
+        self._announce()
+
+    def _claim_sockets(self) -> None:
+        if not self._address.startswith(UNIX):
+            return
+        path = Path(self._address.removeprefix(UNIX))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for each in (path, path.with_name(path.name + ARENA_SUFFIX)):
+            remove_stale_socket(each)
+            self._sockets.append(each)
+
+    async def _listen(self) -> None:
+        self._server = grpc.aio.server(options=_GRPC_OPTIONS)
+        self._service = KVStoreService(self._store, self._workers, self._requests)
+        kvstore_pb2_grpc.add_KVStoreServicer_to_server(self._service, self._server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (wire.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+        if self._sockets:
+            # Before gRPC listens, so that whoever finds the daemon also finds its arena.
+            self._handover = Handover(self._sockets[1], self._store.arena, self._workers)
+            self._handover.start()
+        self._address = _bind(self._server, self._address)
+        await self._server.start()
+        for service in ("", wire.SERVICE):
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def _announce(self) -> None:
+        status, settings = self._store.status(), self._config
+        pinned = "yes" if status.pinned else "no"
+        event(log, logging.INFO, "serving", address=self._address, data=settings.data, pid=os.getpid())
+        print(
+            f"latentkv: serving on {self._address} (data {settings.data},"
+            f" host {settings.host_bytes.human_readable()} pinned={pinned},"
+            f" disk {settings.disk_bytes.human_readable()},"
+            f" {status.disk.blocks} blocks, {status.units} units)",
+            file=sys.stdout,
+            flush=True,
+        )
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.lease_seconds / 4)
+            self._workers.sweep(time.monotonic())
+
+    async def _drain(self) -> None:
+        event(log, logging.INFO, "draining", deadline=self._config.drain_seconds)
+        await self._health.enter_graceful_shutdown()
+        self._service.drain()
+        await self._server.stop(min(_STREAM_GRACE, self._config.drain_seconds))
+
+    async def _shutdown(self) -> None:
+        if self._sweeping:
+            self._sweeping.cancel()
+        await self._store.close()
+        if self._handover:
+            await self._handover.close()
+        for path in self._sockets:
+            path.unlink(missing_ok=True)
+        event(log, logging.INFO, "stopped", address=self._address)
+
+
+def _bind(server: grpc.aio.Server, address: str) -> str:
+    """Bind; the address with the port that was chosen. Raises ``AddressInUse``."""
+    try:
+        port = server.add_insecure_port(
+            "unix:" + address.removeprefix(UNIX) if _is_unix(address) else address
+        )
+    except RuntimeError as error:
+        raise AddressInUse(f"listen={address!r} cannot be bound ({error}); choose another --listen") from None
+    return address if _is_unix(address) else f"{address.rpartition(':')[0]}:{port}"
+
+
+def _is_unix(address: str) -> bool:
+    return address.startswith(UNIX)
+
+
+def remove_stale_socket(path: Path) -> None:
+    """Remove the socket of a daemon that died. Raises ``AddressInUse`` for anything else that is there."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise AddressInUse(f"{path} exists and is no socket; choose another --listen")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
+                raise AddressInUse(
+                    f"another daemon listens on {path}; choose another --listen, or stop that one"
+                )
+        path.unlink()

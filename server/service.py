@@ -1,0 +1,185 @@
+"""The KVStore service: checks what came, asks the store, answers.
+
+Handlers never block the loop. Every failure of the store becomes its status here, and
+an unexpected one INTERNAL, in one place.
+"""
+# ruff: noqa: N802  (gRPC names the methods)
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import grpc
+
+from kvstore import wire
+from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
+from kvstore.store import Store
+from kvstore.v1 import kvstore_pb2 as pb
+from server.events import event
+from server.metrics import RequestCounters
+from server.streams import Context, Upload, announce_slots, send_blocks
+from server.workers import WorkerTable
+
+log = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Handler = Callable[["KVStoreService", Request, Context], Awaitable[Response]]
+
+
+def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
+    """Turn what a handler raises into a status, count it and log it."""
+    verb = handler.__name__
+
+    @functools.wraps(handler)
+    async def answer(service: KVStoreService, request: Request, context: Context) -> Response:
+        try:
+            service.refuse_when_draining()
+            response = await handler(service, request, context)
+        except KVStoreError as error:
+            failure = error
+        except Exception as error:  # a handler's bug must cost one call, not the daemon
+            if context.done():  # the caller has gone; writing to it is what failed
+                service.requests.count(verb, "CANCELLED")
+                raise
+            log.exception("event=call_failed verb=%s", verb)
+            failure = KVStoreError(f"{verb} failed inside the daemon ({type(error).__name__}); see its log")
+        else:
+            service.requests.count(verb, grpc.StatusCode.OK.name)
+            return response
+        return await _refuse(service, verb, context, failure)
+
+    return answer
+
+
+async def _refuse(service: KVStoreService, verb: str, context: Context, failure: KVStoreError) -> Any:
+    code, details, trailing = wire.status_of_error(failure)
+    service.requests.count(verb, code.name)
+    event(log, logging.INFO, "call_refused", verb=verb, status=code.name, error=type(failure).__name__)
+    event(log, logging.DEBUG, "call_refused_because", verb=verb, details=details)
+    await context.abort(code, details, trailing)
+
+
+class KVStoreService:
+    """Implements ``kvstore.v1.KVStore`` over one store."""
+
+    def __init__(self, store: Store, workers: WorkerTable, requests: RequestCounters) -> None:
+        self._store = store
+        self._workers = workers
+        self.requests = requests
+        self._draining = False
+
+    def drain(self) -> None:
+        """Refuse new calls from now on."""
+        self._draining = True
+
+    def refuse_when_draining(self) -> None:
+        """Raises ``Unavailable`` while the daemon shuts down."""
+        if self._draining:
+            raise Unavailable("the daemon is shutting down; go on without it and try again later")
+
+    @answered
+    async def OpenNamespace(
+        self, request: pb.OpenNamespaceRequest, context: Context
+    ) -> pb.OpenNamespaceResponse:
+        digest = await self._store.open_namespace(wire.namespace_of(request))
+        return pb.OpenNamespaceResponse(digest=digest)
+
+    @answered
+    async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:
+        match = self._store.match(
+            wire.digest(request.namespace),
+            wire.hashes_of(request.hashes),
+            request.tokens,
+            align=request.align,
+            store=request.store,
+        )
+        return wire.match_response(match)
+
+    @answered
+    async def Load(self, requests: AsyncIterator[pb.LoadRequest], context: Context) -> None:
+        start = await anext(aiter(requests), None)
+        if start is None or start.WhichOneof("kind") != "start":
+            raise InvalidArgument("the first message of a Load stream must be `start`")
+        await self._load(start.start, requests, context)
+
+    async def _load(
+        self, start: pb.LoadStart, requests: AsyncIterator[pb.LoadRequest], context: Context
+    ) -> None:
+        hashes = wire.hashes_of(start.hashes)
+        with self._workers.streaming(wire.worker_of(start.worker)) as holder:
+            stream = self._store.load(holder, wire.digest(start.namespace), hashes, start.first)
+            whole = False
+            try:
+                await context.write(pb.LoadResponse(lease=stream.lease))
+                if holder.mapped:
+                    await announce_slots(stream, requests, context)
+                else:
+                    await send_blocks(stream, context)
+                whole = True
+            finally:
+                stream.close(returned=whole)
+
+    @answered
+    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
+        holder = self._workers.holder(wire.worker_of(request.worker))
+        reserved = self._store.reserve(
+            holder,
+            wire.digest(request.namespace),
+            wire.digest(request.parent),
+            wire.hashes_of(request.hashes),
+            request.lease,
+        )
+        return pb.ReserveResponse(
+            lease=reserved.lease,
+            states=bytes(reserved.states),
+            offsets=reserved.offsets if holder.mapped else (),
+        )
+
+    @answered
+    async def Upload(self, requests: AsyncIterator[pb.UploadRequest], context: Context) -> pb.UploadResponse:
+        first = await anext(aiter(requests), None)
+        if first is None:
+            return pb.UploadResponse()
+        worker = wire.worker_of(first.worker)
+        if worker.mapped:
+            raise InvalidArgument(
+                "a worker that maps the arena fills its slots there; Upload is for the others"
+            )
+        with self._workers.streaming(worker) as holder:
+            upload = Upload(self._store, self._workers, worker, first.lease)
+            upload.feed(holder, first)
+            async for piece in requests:
+                upload.feed(holder, piece)
+        return pb.UploadResponse()
+
+    @answered
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+        worker = wire.worker_of(request.worker)
+        holder = self._workers.holder(worker)
+        hashes = wire.hashes_of(request.hashes)
+        units = wire.marks_of(request.units)
+        self._workers.require_uploaded(worker, request.lease, hashes)
+        ticket = self._store.commit(holder, request.lease, hashes, units)
+        self._workers.forget_uploads(worker, request.lease, hashes)
+        return pb.CommitResponse(ticket=ticket)
+
+    @answered
+    async def Durable(self, request: pb.DurableRequest, context: Context) -> pb.DurableResponse:
+        return pb.DurableResponse(durable=await self._store.durable(request.ticket))
+
+    @answered
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        worker = wire.worker_of(request.worker)
+        self._store.release(self._workers.holder(worker), request.lease)
+        self._workers.forget_uploads(worker, request.lease)
+        return pb.ReleaseResponse()
+
+    @answered
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
+        status = self._store.status()
+        return wire.status_response(replace(status, counters=status.counters | self.requests.snapshot()))

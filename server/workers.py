@@ -1,0 +1,125 @@
+"""Which workers the daemon knows. Owned by the event loop.
+
+A mapped worker is known while its handover connection lives. Any other is known by a
+token of its own making, from its first call until it was silent for as long as a lease
+lasts; everything it held has expired by then.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvstore.errors import NotReserved, Unavailable
+from kvstore.leases import Holder
+from kvstore.store import Store
+from kvstore.wire import TOKEN_BYTES, StaleWorker, WorkerId
+
+MAX_REMOTE = 4096
+
+
+@dataclass(eq=False)
+class _Remote:
+    """A worker that sends and gets bytes.
+
+    ``uploaded`` are reserved blocks (lease, hash) whose bytes came whole and verified:
+    only these may be committed.
+    """
+
+    holder: Holder
+    seen: float  # monotonic seconds
+    streams: int = 0
+    uploaded: set[tuple[int, bytes]] = field(default_factory=set)
+
+
+class WorkerTable:
+    """Tokens to holders."""
+
+    def __init__(self, store: Store, *, idle_seconds: float) -> None:
+        self._store = store
+        self._idle_seconds = idle_seconds
+        self._mapped: dict[bytes, Holder] = {}
+        self._remote: dict[bytes, _Remote] = {}
+
+    def admit(self) -> Holder:
+        """A new mapped worker."""
+        holder = self._store.connect(secrets.token_bytes(TOKEN_BYTES), mapped=True)
+        self._mapped[holder.token] = holder
+        return holder
+
+    def dismiss(self, holder: Holder) -> None:
+        """A mapped worker has died: everything it held is free."""
+        del self._mapped[holder.token]
+        self._store.disconnect(holder)
+
+    def holder(self, worker: WorkerId) -> Holder:
+        """The worker's holder. Raises ``StaleWorker``, and ``Unavailable`` when there are too many."""
+        if not worker.mapped:
+            return self._remote_of(worker).holder
+        holder = self._mapped.get(worker.token)
+        if holder is None:
+            raise StaleWorker(
+                f"worker {worker.token[:4].hex()} has no handover connection here; open it again"
+            )
+        return holder
+
+    def _remote_of(self, worker: WorkerId) -> _Remote:
+        remote = self._remote.get(worker.token)
+        if remote is None:
+            if len(self._remote) >= MAX_REMOTE:
+                raise Unavailable(f"{MAX_REMOTE} workers are connected already; try again later")
+            remote = _Remote(self._store.connect(worker.token, mapped=False), 0.0)
+            self._remote[worker.token] = remote
+        remote.seen = time.monotonic()
+        return remote
+
+    @contextmanager
+    def streaming(self, worker: WorkerId) -> Iterator[Holder]:
+        """The worker's holder, kept while a stream is open however long that is silent."""
+        if worker.mapped:
+            yield self.holder(worker)
+            return
+        remote = self._remote_of(worker)
+        remote.streams += 1
+        try:
+            yield remote.holder
+        finally:
+            remote.streams -= 1
+            remote.seen = time.monotonic()
+
+    def note_upload(self, worker: WorkerId, lease: int, block: bytes, *, whole: bool) -> None:
+        """Bytes of a reserved block came from a worker, wholly or in part."""
+        uploaded = self._remote_of(worker).uploaded
+        if whole:
+            uploaded.add((lease, block))
+        else:
+            uploaded.discard((lease, block))
+
+    def require_uploaded(self, worker: WorkerId, lease: int, hashes: Sequence[bytes]) -> None:
+        """Raises ``NotReserved`` unless the blocks have bytes; a mapped worker answers for its own."""
+        if worker.mapped:
+            return
+        uploaded = self._remote_of(worker).uploaded
+        for block in hashes:
+            if (lease, block) not in uploaded:
+                raise NotReserved(
+                    f"block {block[:6].hex()} was not uploaded under lease {lease}; upload it first"
+                )
+
+    def forget_uploads(self, worker: WorkerId, lease: int, hashes: Sequence[bytes] | None = None) -> None:
+        """These blocks (all, if not named) of a lease were committed or given up."""
+        remote = self._remote.get(worker.token)
+        if remote is not None and not worker.mapped:
+            gone = remote.uploaded if hashes is None else {(lease, block) for block in hashes}
+            remote.uploaded -= {item for item in gone if item[0] == lease}
+
+    def sweep(self, now: float) -> None:
+        """Forget the workers that were silent too long, and uploads whose lease has ended."""
+        for token, remote in list(self._remote.items()):
+            remote.uploaded = {item for item in remote.uploaded if item[0] in remote.holder.leases}
+            if not remote.streams and now - remote.seen > self._idle_seconds:
+                del self._remote[token]
+                self._store.disconnect(remote.holder)
