@@ -85,17 +85,15 @@ class Arena:
     """Shared memory of ``nbytes`` bytes (rounded down to 4 KiB), faulted in and sealed against resizing.
 
     ``pinned`` says whether it is locked in memory. Raises ``ArenaUnavailable`` when the
-    memory cannot be had now (never SIGBUS later). Misuse of a slot, such as sealing one that is not being
-    filled, raises ``InvalidArgument`` and changes nothing.
+    memory cannot be had now (never SIGBUS later). Misuse of a slot, such as sealing one
+    that is not FILLING, raises ``InvalidArgument`` and changes nothing.
     """
 
     def __init__(self, nbytes: int, extent_bytes: int = DEFAULT_EXTENT_BYTES) -> None:
         self.nbytes = nbytes - nbytes % PAGE_BYTES
         extent_pages = extent_bytes // PAGE_BYTES
         if self.nbytes <= 0 or extent_pages <= 0:
-            raise CapacityTooSmall(
-                f"arena of {nbytes} bytes in extents of {extent_bytes}: each needs {PAGE_BYTES} bytes or more"
-            )
+            raise CapacityTooSmall(f"arena of {nbytes} bytes: give it {PAGE_BYTES} host bytes or more")
         self.fd, self._map = allocate_shared(self.nbytes)
         self.pinned = lock_in_memory(self._map)
         self.memory = memoryview(self._map)  # all of it, writable
@@ -107,24 +105,19 @@ class Arena:
         # Extents with an owner, least recently used first: where other classes look for room.
         self._recent: OrderedDict[int, _Extent] = OrderedDict()
         self._classes: list[_Class] = []
-        self._by_size: dict[int, int] = {}
         self._slots: dict[int, _Slot] = {}
         self._counts: Counter[SlotState] = Counter()  # FREE is not kept here
         self._used_pages = 0
         self._clock = 0
-
-    @property
-    def memory(self) -> memoryview:
-        """All of its bytes, writable; ``offset`` points into it."""
-        return self.memory
 
     def register(self, nbytes_block: int) -> int:
         """Class id for blocks of ``nbytes_block`` bytes; the same size has the same class.
 
         Raises ``CapacityTooSmall`` when no extent holds one slot of it.
         """
-        if nbytes_block in self._by_size:
-            return self._by_size[nbytes_block]
+        for number, known in enumerate(self._classes):
+            if known.nbytes == nbytes_block:
+                return number
         if nbytes_block <= 0:
             raise InvalidArgument(f"a block of {nbytes_block} bytes; it needs at least one")
         made = _Class(nbytes_block, -(-nbytes_block // PAGE_BYTES))
@@ -135,8 +128,7 @@ class Arena:
                 f" extents of {largest * PAGE_BYTES}); give it more host bytes"
             )
         self._classes.append(made)
-        self._by_size[nbytes_block] = len(self._classes) - 1
-        return self._by_size[nbytes_block]
+        return len(self._classes) - 1
 
     def capacity(self, cls: int) -> int:
         """Slots that this class would have with the whole arena."""
@@ -157,10 +149,12 @@ class Arena:
             evicted = self._make_room(cls, dirty=True)
         if evicted is None:
             return None
+        if not self._classes[cls].open:  # what was evicted left its extent without owner
+            self._adopt(cls)
         return Taken(self._hand_out(cls, owner), evicted)
 
     def _make_room(self, cls: int, *, dirty: bool) -> tuple[int, ...] | None:
-        """Owners evicted so that the class has a FREE slot; None when that can't be."""
+        """Owners evicted so that the class has a FREE slot or can adopt; None if none can be."""
         mine = self._classes[cls]
         if mine.open or self._adopt(cls):
             return ()
@@ -170,10 +164,8 @@ class Arena:
         if extent is not None:
             step = self._classes[extent.cls].pages
             cut = range(extent.start, extent.start + extent.cut * step, step)
-            owners = tuple(self._evict(slot) for slot in cut if slot in self._slots)
-            self._adopt(cls)
-            return owners
-        return (self._evict(victim),) if victim is not None else None
+            return tuple(self._free(slot) for slot in cut if slot in self._slots)
+        return (self._free(victim),) if victim is not None else None
 
     def _adopt(self, cls: int) -> bool:
         """Give an extent without owner to the class, if one is large enough."""
@@ -181,7 +173,7 @@ class Arena:
         extent = next((e for e in self._unowned if e.pages >= mine.pages), None)
         if extent is None:
             return False
-        del self._unowned[extent]
+        self._unowned.pop(extent)
         extent.cls = cls
         mine.open[extent.start] = extent
         self._recent[extent.start] = extent
@@ -196,19 +188,13 @@ class Arena:
                 return extent
         return None
 
-    def _evict(self, slot: int) -> int:
-        owner = self._slots[slot].owner
-        self._free(slot)
-        return owner
-
     def _hand_out(self, cls: int, owner: int) -> int:
         mine = self._classes[cls]
         extent = next(iter(mine.open.values()))
-        if extent.returned:
-            slot = extent.returned.pop()
-        else:
-            slot = extent.start + extent.cut * mine.pages
+        if not extent.returned:
+            extent.returned.append(extent.start + extent.cut * mine.pages)
             extent.cut += 1
+        slot = extent.returned.pop()
         extent.used += 1
         if extent.used == extent.pages // mine.pages:
             del mine.open[extent.start]
@@ -248,7 +234,7 @@ class Arena:
         self._stamp(found)
 
     def unhold(self, slot: int) -> None:
-        """Undo one ``hold`` or the one of ``take``; the last one makes the slot evictable or FREE."""
+        """Undo one ``hold`` or that of ``take``; the last makes the slot evictable, an ORPHAN FREE."""
         found = self._require(slot, "unhold", *SlotState)
         if not found.holders:
             raise InvalidArgument(f"slot {slot} is not held; unhold it once per hold")
@@ -281,8 +267,7 @@ class Arena:
         self._enter_order(slot, found)
 
     def _stamp(self, found: _Slot) -> None:
-        self._clock += 1
-        found.stamp = found.extent.stamp = self._clock
+        self._clock = found.stamp = found.extent.stamp = self._clock + 1
         self._recent.move_to_end(found.extent.start)
 
     # A slot is in exactly one of its class's orders if it is not held and CLEAN or DIRTY; the
@@ -304,11 +289,12 @@ class Arena:
             mine.dirty[slot] = found
             found.extent.dirty += 1
 
-    def _free(self, slot: int) -> None:
+    def _free(self, slot: int) -> int:
+        """Make the slot FREE; returns its owner."""
         found = self._slots[slot]
-        extent, mine = found.extent, self._classes[found.extent.cls]
         self._leave_order(slot, found)
         del self._slots[slot]
+        extent, mine = found.extent, self._classes[found.extent.cls]
         self._counts[found.state] -= 1
         self._used_pages -= mine.pages
         extent.used -= 1
@@ -316,6 +302,7 @@ class Arena:
         mine.open[extent.start] = extent
         if extent.used == 0:
             self._release(extent)
+        return found.owner
 
     def _release(self, extent: _Extent) -> None:
         """An extent without a used slot belongs to nobody, so any class may have it next."""
@@ -370,11 +357,9 @@ class Arena:
             stamps = [found.stamp for found in order.values()]
             if stamps != sorted(stamps):
                 problems.append(f"slots are out of order of use: {list(order)}")
-        problems += [
-            f"orphan {slot} has an owner or no holder"
-            for slot, found in slots
-            if found.state is SlotState.ORPHAN and (found.owner != NO_OWNER or not found.holders)
-        ]
+        orphans = [found for _, found in slots if found.state is SlotState.ORPHAN]
+        if any(found.owner != NO_OWNER or not found.holders for found in orphans):
+            problems.append("an orphan has an owner or no holder")
         if self._counts != Counter(found.state for _, found in slots):
             problems.append(f"counts by state are {self._counts}")
         if self._used_pages != sum(self._classes[found.extent.cls].pages for _, found in slots):

@@ -158,7 +158,7 @@ class Catalog:
         """
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file = LmdbFile(path, map_bytes, max_dbs=4)
+            file = LmdbFile(path, map_bytes, ("info", "namespaces", "blocks", "units"))
         except lmdb.VersionMismatchError as error:
             raise FormatMismatch(_mismatch(path, f"another LMDB ({error})")) from error
         except LmdbDamaged as error:
@@ -178,11 +178,8 @@ class Catalog:
         self._path = path
         self._file = file
         self._env = file.env
+        self._info, self._namespaces, self._blocks, self._units = file.db.values()
         try:
-            self._info = self._env.open_db(b"info")
-            self._namespaces = self._env.open_db(b"namespaces")
-            self._blocks = self._env.open_db(b"blocks")
-            self._units = self._env.open_db(b"units")
             self._check_format()
         except (lmdb.Error, OSError) as error:
             raise _directory_error(path, error) from error

@@ -36,6 +36,10 @@ class StaleWorker(Unavailable):
     """The daemon does not know a mapped worker's token, for it has restarted: connect again."""
 
 
+class Unreachable(Unavailable):
+    """Nothing answered: the transport failed. Raised on this side, never sent."""
+
+
 _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NamespaceUnknown: grpc.StatusCode.NOT_FOUND,
@@ -71,15 +75,17 @@ def error_of_status(
 ) -> KVStoreError:
     """The error that a failed call stands for.
 
-    A status without a class of ours comes from the transport: ``DeadlineExceeded`` or
-    ``Unavailable``.
+    A status without a class of ours comes from the transport: ``DeadlineExceeded``,
+    ``Unreachable`` or plain ``Unavailable``.
     """
     named = next((str(value) for key, value in trailing if key == ERROR_KEY), "")
     if named in _CLASSES:
         return _CLASSES[named](details or "")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded("the daemon did not answer in time; go on without it, or raise the timeout")
-    return Unavailable(f"the daemon cannot be reached ({code.name.lower()}: {details})")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return Unreachable(f"the daemon cannot be reached ({details}); start it, or go on without it")
+    return Unavailable(f"the call failed on its way ({code.name.lower()}: {details})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """MLA over cached latents: absorbed for few queries, expanded chunk by chunk for many.
 
-Both forms walk the context in chunks of ``online.CHUNK`` tokens at absolute multiples
-with scores, weights and sums in fp32 (scores rounded to bf16 cost 5-10 times the error),
+Both forms walk the context in chunks (``online.chunk_tokens``) at absolute multiples with scores, weights and sums in fp32 (scores rounded to bf16 cost 5-10 times the error),
 so memory does not grow with the context.
 """
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from kvstore.errors import InvalidArgument
 from mla.absorb import UpProjection, fold_output, fold_query
-from mla.online import CHUNK, RunningSoftmax, Span, Tiling, add_keys
+from mla.online import RunningSoftmax, Span, Tiling, add_keys, chunk_tokens
 
 # Queries from which expanding the context is cheaper than R-wide scores and sums. The
 # FLOPs cross at R(dn+dv)/(2R-dn-dv) = 171 for DeepSeek's sizes; CPUs measured 300-900.
@@ -100,21 +99,23 @@ def latent_attention(
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         for row in range(batch):
             padding = None if valid is None or bool(valid[row].all()) else valid[row]
-            output[row] = form(query[row], _Row(context, row, padding), up, scaling).transpose(0, 1)
+            output[row] = form(
+                query[row], _Row(context, row, chunk_tokens(query.device), padding), up, scaling
+            ).transpose(0, 1)
     return output
 
 
 class _Row:
     """One sequence of a context, cut in chunks."""
 
-    def __init__(self, context: Context, row: int, valid: Tensor | None) -> None:
-        self._context, self._row, self._valid = context, row, valid
+    def __init__(self, context: Context, row: int, chunk: int, valid: Tensor | None) -> None:
+        self._context, self._row, self._chunk, self._valid = context, row, chunk, valid
         self.length = context.length
 
     def chunks(self, queries: int, fold: int) -> Iterator[tuple[Tensor, Span]]:
         """Entries of each chunk with their place relative to the last ``queries`` tokens."""
-        for start in range(0, self.length, CHUNK):
-            stop = min(start + CHUNK, self.length)
+        for start in range(0, self.length, self._chunk):
+            stop = min(start + self._chunk, self.length)
             valid = None if self._valid is None else self._valid[start:stop]
             yield (
                 self._context.read(self._row, start, stop),

@@ -245,14 +245,14 @@ class _Step:
         return cls(start, stop, slots.flatten().to(pool.data.device), table)
 
 
-class _LatentLayer(CacheLayerMixin):
+class _LatentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """What transformers expects to find in ``Cache.layers``: a view of one layer of a cache."""
 
     is_sliding = False
     is_croppable = True
 
     def __init__(self, cache: LatentCache, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache, self._index = cache, index
         self.is_initialized = True
 

@@ -51,7 +51,8 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> DeepseekV3
             if weight.dim() > 1:
                 _fill(weight, _gain(name), seed * 10_007 + index)
     nn.Module.to(model, dtype)
-    return model.eval()
+    nn.Module.eval(model)
+    return model
 
 
 def _fill(weight: nn.Parameter, gain: float, seed: int) -> None:

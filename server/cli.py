@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 
 
-def _flag(text: str) -> typer.models.OptionInfo:
+def _flag(text: str) -> Any:
     return typer.Option(help=text, show_default=False)
 
 

@@ -117,7 +117,7 @@ def load(flags: Mapping[str, str | None], file: str | None = None) -> Config:
     The file is named by ``file`` or by ``LATENTKV_CONFIG``. Raises ``ConfigError``.
     """
     named = file or os.environ.get(ENV_PREFIX + "CONFIG")
-    given = {name: value for name, value in flags.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     table = _read_table(Path(named)) if named else {}
     origin = _Origin(given, named, table)
     try:
@@ -170,7 +170,7 @@ def _sources(file: Path | None) -> type[Config]:
 class _Origin:
     """Says where a setting's value came from."""
 
-    def __init__(self, flags: Mapping[str, str], file: str | None, table: Mapping[str, Any]) -> None:
+    def __init__(self, flags: Mapping[str, Any], file: str | None, table: Mapping[str, Any]) -> None:
         self._flags = flags
         self._file = file
         self._table = table

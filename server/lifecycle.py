@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import stat
-import sys
 import time
 from pathlib import Path
 
@@ -80,7 +79,7 @@ class Daemon:
             self._claim_sockets()
             await self._listen()
         except BaseException:
-            await self._store.close()
+            await self._shutdown()
             raise
         self._sweeping = asyncio.create_task(self._sweep())
         self._announce()
@@ -98,7 +97,7 @@ class Daemon:
         self._server = grpc.aio.server(options=_GRPC_OPTIONS)
         self._service = KVStoreService(self._store, self._workers, self._requests)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(self._service, self._server)
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (wire.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
@@ -115,13 +114,13 @@ class Daemon:
     def _announce(self) -> None:
         status, settings = self._store.status(), self._config
         pinned = "yes" if status.pinned else "no"
+        host, disk = (
+            size.human_readable(separator=" ") for size in (settings.host_bytes, settings.disk_bytes)
+        )
         event(log, logging.INFO, "serving", address=self._address, data=settings.data, pid=os.getpid())
         print(
-            f"latentkv: serving on {self._address} (data {settings.data},"
-            f" host {settings.host_bytes.human_readable()} pinned={pinned},"
-            f" disk {settings.disk_bytes.human_readable()},"
-            f" {status.disk.blocks} blocks, {status.units} units)",
-            file=sys.stdout,
+            f"latentkv: serving on {self._address} (data {settings.data}, host {host} pinned={pinned},"
+            f" disk {disk}, {status.disk.blocks} blocks, {status.units} units)",
             flush=True,
         )
 

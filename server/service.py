@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc
 
@@ -56,7 +56,7 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
     return answer
 
 
-async def _refuse(service: KVStoreService, verb: str, context: Context, failure: KVStoreError) -> Any:
+async def _refuse(service: KVStoreService, verb: str, context: Context, failure: KVStoreError) -> NoReturn:
     code, details, trailing = wire.status_of_error(failure)
     service.requests.count(verb, code.name)
     event(log, logging.INFO, "call_refused", verb=verb, status=code.name, error=type(failure).__name__)
@@ -122,7 +122,8 @@ class KVStoreService:
                     await send_blocks(stream, context)
                 whole = True
             finally:
-                stream.close(returned=whole)
+                # A worker may die before its stream does; what was announced since is nobody's.
+                stream.close(returned=whole or self._workers.is_gone(holder))
 
     @answered
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:

@@ -55,6 +55,10 @@ class WorkerTable:
         del self._mapped[holder.token]
         self._store.disconnect(holder)
 
+    def is_gone(self, holder: Holder) -> bool:
+        """Whether it is a mapped worker that was dismissed."""
+        return holder.mapped and holder.token not in self._mapped
+
     def holder(self, worker: WorkerId) -> Holder:
         """The worker's holder. Raises ``StaleWorker``, and ``Unavailable`` when there are too many."""
         if not worker.mapped:

@@ -1,7 +1,9 @@
 """Payloads as values of one LMDB environment, and the care that LMDB files need.
 
 Keys are places as u64 big-endian and only rise, so every put appends and a place never
-names two payloads. Equal payload sizes keep LMDB's free list from fragmenting.
+names two payloads. Equal payload sizes keep LMDB's free list from fragmenting. The keys
+stand a second time in a database of their own: py-lmdb reads every page of a value that a
+cursor comes by, so walking the payloads' own keys would read the whole disk.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -52,8 +55,8 @@ class LmdbFile:
     Pages that come back as zeros are found by LMDB itself (``CorruptedError``).
     """
 
-    def __init__(self, path: Path, map_bytes: int, *, max_dbs: int = 0) -> None:
-        """Open or create the environment in directory ``path``.
+    def __init__(self, path: Path, map_bytes: int, names: Sequence[str]) -> None:
+        """Open or create the environment in directory ``path`` and the databases ``names`` in it.
 
         Raises ``lmdb.Error``, ``OSError``, and ``LmdbDamaged`` for a file cut short.
         """
@@ -63,7 +66,7 @@ class LmdbFile:
             map_size=map_bytes,
             readahead=False,
             max_readers=_MAX_READERS,
-            max_dbs=max_dbs,
+            max_dbs=len(names),
             mode=0o700,
         )
         self._fd = -1
@@ -72,6 +75,7 @@ class LmdbFile:
             self._fd = os.open(path / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
             self.page_bytes = self.env.stat()["psize"]
             self._stretch(map_bytes)
+            self.db: dict[str, Any] = {name: self.env.open_db(name.encode()) for name in names}
             _sync_directory(path)
             _sync_directory(path.parent)
         except BaseException:
@@ -161,9 +165,9 @@ class LmdbPayloads:
             return self._open()
 
     def _open(self) -> tuple[LmdbFile, Place]:
-        file = LmdbFile(self._path, self._map_bytes)
+        file = LmdbFile(self._path, self._map_bytes, ("payloads", "places"))
         try:
-            return file, _last_place(file.env)
+            return file, _last_place(file)
         except BaseException:
             file.close()
             raise
@@ -206,14 +210,15 @@ class LmdbPayloads:
         def put(txn: lmdb.Transaction) -> None:
             self._require_room(txn, items)
             for place, item in zip(places, items, strict=True):
-                txn.put(_KEY.pack(place), item, append=True)
+                txn.put(_KEY.pack(place), item, append=True, db=self._file.db["payloads"])
+                txn.put(_KEY.pack(place), b"", append=True, db=self._file.db["places"])
 
         self._commit(put)
         return places
 
     def _require_room(self, txn: lmdb.Transaction, items: Sequence[ReadableBuffer]) -> None:
-        stat = txn.stat()
-        used = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+        stats = [txn.stat(db) for db in self._file.db.values()]
+        used = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         need = sum(self.stored_bytes(memoryview(item).nbytes) for item in items) // self._page
         if used + need > self._limit_pages:
             raise DiskError(
@@ -229,7 +234,7 @@ class LmdbPayloads:
             raise CorruptBlock(f"payload {place} in {self._path}: the file was truncated or deleted")
         try:
             with file.env.begin(buffers=True) as txn:
-                value = txn.get(_KEY.pack(place))
+                value = txn.get(_KEY.pack(place), db=file.db["payloads"])
                 if value is None or value.nbytes != length:
                     found = "is missing" if value is None else f"has {value.nbytes} bytes"
                     raise CorruptBlock(f"payload {place} in {self._path} {found}; expected {length} bytes")
@@ -253,13 +258,14 @@ class LmdbPayloads:
     def _delete(self, places: Sequence[Place]) -> None:
         def delete(txn: lmdb.Transaction) -> None:
             for place in places:
-                txn.delete(_KEY.pack(place))
+                for db in self._file.db.values():
+                    txn.delete(_KEY.pack(place), db=db)
             self._note_next(txn)
 
         self._commit(delete)
 
     def _note_next(self, txn: lmdb.Transaction) -> None:
-        txn.put(_NEXT_KEY, _KEY.pack(self._next))
+        txn.put(_NEXT_KEY, _KEY.pack(self._next), db=self._file.db["places"])
 
     def places(self) -> Iterator[Place]:
         last = 0
@@ -272,7 +278,7 @@ class LmdbPayloads:
         try:
             if not file.whole():
                 raise DiskError(f"payloads in {self._path}: the file was truncated or deleted")
-            with file.env.begin(buffers=True) as txn, txn.cursor() as cursor:
+            with file.env.begin(db=file.db["places"], buffers=True) as txn, txn.cursor() as cursor:
                 if not cursor.set_range(_KEY.pack(last + 1)):
                     return []
                 keys = islice(cursor.iternext(keys=True, values=False), _KEYS_A_TXN)
@@ -291,9 +297,9 @@ class LmdbPayloads:
             file.close()
 
 
-def _last_place(env: lmdb.Environment) -> Place:
+def _last_place(file: LmdbFile) -> Place:
     """The highest place ever given out, as far as this environment knows; 0 for none."""
-    with env.begin(buffers=True) as txn, txn.cursor() as cursor:
+    with file.env.begin(db=file.db["places"], buffers=True) as txn, txn.cursor() as cursor:
         last: Place = _KEY.unpack(cursor.key())[0] if cursor.last() else 0
         noted = txn.get(_NEXT_KEY)
         return max(last, _KEY.unpack(noted)[0] - 1) if noted is not None else last

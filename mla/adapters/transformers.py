@@ -11,16 +11,15 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
 from kvstore.errors import InvalidArgument, NotMLA
-from kvstore.layout import DType, LatentLayout
+from kvstore.layout import LatentLayout
 from kvstore.namespace import RopeLayout
 from mla.absorb import UpProjection
 from mla.attention import Context, DenseContext, PagedContext, latent_attention
@@ -36,6 +35,8 @@ _UNKNOWN_TERMS = ("s_aux", "softcap", "position_bias", "sliding_window")
 
 # Attached models and the attention they had before.
 _attached: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+# Their attention modules, and the longest sequence that each can serve.
+_limits: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,18 @@ class ModelInfo:
 
 def inspect_model(model: PreTrainedModel) -> ModelInfo:
     """What ``model`` caches. Raises ``NotMLA``, or ``Unsupported`` with the reason."""
-    config = _text_config(model)
-    layout = LatentLayout.from_hf_config(config)
-    _refuse_by_config(config)
     modules = _attention_modules(model)
-    for module in modules.values():
+    config: Mapping[str, Any] = model.config.to_dict()
+    _refuse_by_config(config)
+    for module in modules:
         _refuse_by_module(module)
     dtype = _DTYPES.get(model.dtype)
     if dtype is None:
         raise Unsupported(f"model of dtype {model.dtype}: cast it to bfloat16, float16 or float32")
-    first = type(next(iter(modules.values()))).__name__
     return ModelInfo(
-        layout=replace(layout, num_layers=len(modules), dtype=dtype),
+        layout=LatentLayout.from_hf_config({**config, "num_hidden_layers": len(modules)}, dtype),
         rope=rope_json(config),
-        rope_layout=ROPE_LAYOUTS[first],
+        rope_layout=ROPE_LAYOUTS[type(modules[0]).__name__],
         max_tokens=rope_limit(config),
     )
 
@@ -79,11 +78,11 @@ def attach(model: PreTrainedModel) -> ModelInfo:
         return info
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, padding_mask)
-    previous = str(_attention_modules(model).popitem()[1].config._attn_implementation)
+    _attached[model] = str(model.config._attn_implementation)
     model.set_attn_implementation(NAME)
-    for module in _attention_modules(model).values():
+    for module in _attention_modules(model):
         vars(module)["expand_kv"] = _as_they_are
-    _attached[model] = previous
+        _limits[module] = info.max_tokens
     return info
 
 
@@ -91,8 +90,8 @@ def detach(model: PreTrainedModel) -> None:
     """Undo ``attach``. Raises ``InvalidArgument`` for a model that is not attached."""
     if model not in _attached:
         raise InvalidArgument(f"{type(model).__name__} is not attached; nothing to detach")
-    for module in _attention_modules(model).values():
-        del vars(module)["expand_kv"]
+    for module in _attention_modules(model):
+        del vars(module)["expand_kv"], _limits[module]
     model.set_attn_implementation(_attached.pop(model))
 
 
@@ -117,6 +116,11 @@ def attention_forward(
     (from ``LatentCache``) or latents ``[B, 1, T, R]`` and rope keys ``[B, 1, T, dr]``.
     ``attention_mask [B, T]`` (bool) is False at padding. Returns ``[B, S, H, dv]``.
     """
+    if module not in _limits:
+        raise Unsupported(
+            f"this {type(module).__name__} is not attached though its config says so (it is shared with an"
+            " attached model, or the model is a copy of one): give each its own config, and attach it"
+        )
     if module.training or dropout:
         raise Unsupported("latent attention has no backward pass and no dropout: call model.eval() first")
     unknown = [name for name in _UNKNOWN_TERMS if kwargs.get(name) is not None]
@@ -128,7 +132,7 @@ def attention_forward(
         )
     mla = cast(Any, module)
     context: Context = DenseContext(key, value) if value.is_floating_point() else PagedContext(key, value)
-    check_rope_length(rope_limit(mla.config.to_dict()), context.length)
+    check_rope_length(_limits[module], context.length)
     up = UpProjection(
         projection=mla.kv_b_proj,
         heads=query.shape[1],
@@ -170,23 +174,17 @@ def _as_they_are(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     return kv_nope, k_rot
 
 
-def _text_config(model: PreTrainedModel) -> Mapping[str, Any]:
-    config: Mapping[str, Any] = model.config.to_dict()
-    text = config.get("text_config")
-    return text if isinstance(text, Mapping) else config
-
-
-def _attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    found = {name: m for name, m in model.named_modules() if "kv_b_proj" in dict(m.named_children())}
+def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    found = [m for m in model.modules() if "kv_b_proj" in dict(m.named_children())]
     if not found:
-        raise NotMLA(
-            f"{type(model).__name__} has no module with a kv_b_proj: not an MLA model in transformers' form"
-        )
+        raise NotMLA(f"{type(model).__name__} has no kv_b_proj: not an MLA model in transformers' form")
     return found
 
 
 def _refuse_by_config(config: Mapping[str, Any]) -> None:
     kind = config.get("model_type")
+    if config.get("text_config"):
+        raise Unsupported(f"{kind}: a model of several parts; attach its language model alone")
     linear = {t for t in config.get("layer_types") or () if t != "full_attention"}
     if config.get("index_topk"):
         raise Unsupported(

@@ -1,0 +1,119 @@
+"""A worker's side of the handover: the daemon's arena mapped into this process."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import threading
+import weakref
+
+from kvstore.errors import ArenaUnavailable
+from kvstore.wire import HANDOVER_VERSION, TOKEN_BYTES, WorkerId
+
+ARENA_SUFFIX = ".arena"
+_HELLO_BYTES = 4096
+
+
+class Mapping:
+    """One handover connection and the memory that came over it. Thread-safe.
+
+    The daemon frees all that this worker holds when the connection ends. So it is closed
+    only when nobody uses a slot any more: ``retire`` waits for the last ``done``.
+
+    The memory outlives the connection for as long as a view of it does.
+    """
+
+    def __init__(self, connection: socket.socket, memory: mmap.mmap, token: bytes) -> None:
+        self.identity = WorkerId(token, mapped=True)
+        self._connection = connection
+        self._memory = memoryview(memory)
+        self._lock = threading.Lock()
+        self._users = 0
+        self._retired = False
+        _mappings.add(self)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Writable bytes of a slot. Raises ``ArenaUnavailable`` outside the arena."""
+        if offset + nbytes > len(self._memory):
+            raise ArenaUnavailable(f"slot [{offset}, {offset + nbytes}) is outside {len(self._memory)} bytes")
+        return self._memory[offset : offset + nbytes]
+
+    def alive(self) -> bool:
+        """Whether the daemon still holds its end of the connection."""
+        try:
+            return self._connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def use(self) -> None:
+        """Somebody holds slots from now on."""
+        with self._lock:
+            self._users += 1
+
+    def done(self) -> None:
+        """Somebody holds no slot any more."""
+        with self._lock:
+            self._users -= 1
+            self._close_if_over()
+
+    def retire(self) -> None:
+        """Close once nobody uses it; the owner must not hand it out again."""
+        with self._lock:
+            self._retired = True
+            self._close_if_over()
+
+    def _close_if_over(self) -> None:
+        if self._retired and not self._users:
+            self._connection.close()
+
+    def close_in_child(self) -> None:
+        """Let go of a connection inherited by a fork: the parent's end of file must be seen."""
+        self._connection.close()
+
+
+_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for mapping in list(_mappings):
+        mapping.close_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def open_mapping(socket_path: str, timeout: float) -> Mapping:
+    """Get the arena of the daemon that listens on ``socket_path``.
+
+    Raises ``ArenaUnavailable``; then blocks must travel as bytes.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(socket_path + ARENA_SUFFIX)
+        token, memory = _receive(connection)
+        connection.settimeout(None)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        connection.close()
+        raise ArenaUnavailable(f"no arena from {socket_path}{ARENA_SUFFIX}: {error}") from None
+    return Mapping(connection, memory, token)
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, mmap.mmap]:
+    line, descriptors, _, _ = socket.recv_fds(connection, _HELLO_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if not line or not descriptors:
+            raise ValueError("the daemon refused this worker; run both as one user")
+        hello = json.loads(line)
+        token = bytes.fromhex(hello["worker"])
+        if hello["version"] != HANDOVER_VERSION or len(token) != TOKEN_BYTES:
+            raise ValueError(f"the daemon speaks handover version {hello['version']}, not {HANDOVER_VERSION}")
+        # Its own size check makes sure that no access goes past the file's end (SIGBUS).
+        return token, mmap.mmap(descriptors[0], hello["arena_bytes"])
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -1,0 +1,115 @@
+"""The gRPC channel to a daemon: deadlines, reconnection, and errors as our classes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from kvstore import wire
+from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.v1 import kvstore_pb2_grpc
+
+_UNIX = "unix://"
+_OPTIONS = (
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # how long one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # one client's backoff is no other's
+)
+
+
+def error_of(failure: grpc.RpcError) -> KVStoreError:
+    """The error that a failed call stands for."""
+    # Every error that a call raises is the call itself, which the stubs' types don't say.
+    call: Any = failure
+    return wire.error_of_status(call.code(), call.details(), call.trailing_metadata() or ())
+
+
+class Transport:
+    """A channel to ``unix:///path`` or ``host:port``. Thread-safe; connects when first used.
+
+    Not to be used after a fork: the channel's threads stay with the parent.
+    """
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self.socket_path, self._host, self._port = _parse(url)
+        self.timeout = timeout
+        self._process = os.getpid()
+        self._closed = False
+        target = f"unix:{self.socket_path}" if self.socket_path else f"{self._host}:{self._port}"
+        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+        self.stub: Any = kvstore_pb2_grpc.KVStoreStub(self._channel)
+
+    def require_usable(self) -> None:
+        """Raises ``Unavailable`` after ``close`` and in a forked child."""
+        if os.getpid() != self._process:
+            raise Unavailable("this client belongs to the parent process; connect again after a fork")
+        if self._closed:
+            raise Unavailable("this client is closed; connect again")
+
+    def call(self, verb: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
+        """One call, again once if the connection was lost and the daemon is back. Raises ours."""
+        self.require_usable()
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        try:
+            return self._attempt(verb, request, deadline, wait=False)
+        except wire.Unreachable:
+            # The channel may be in its backoff though the daemon is there again.
+            self._probe(deadline)
+        return self._attempt(verb, request, deadline, wait=True)
+
+    def _attempt(self, verb: Callable[..., Any], request: Any, deadline: float, *, wait: bool) -> Any:
+        try:
+            return verb(request, timeout=max(deadline - time.monotonic(), 0.0), wait_for_ready=wait)
+        except grpc.RpcError as failure:
+            raise error_of(failure) from None
+
+    def upload(self, pieces: Iterator[pb.UploadRequest]) -> None:
+        """One Upload call; not tried again, since an iterator can be sent once only."""
+        self.require_usable()
+        self._attempt(self.stub.Upload, pieces, time.monotonic() + self.timeout, wait=False)
+
+    def open_load(self, requests: Iterator[pb.LoadRequest]) -> Any:
+        """Start a Load stream. Raises ``Unreachable`` at once if nobody listens."""
+        self.require_usable()
+        self._probe(time.monotonic() + self.timeout)
+        return self.stub.Load(requests, wait_for_ready=True)
+
+    def _probe(self, deadline: float) -> None:
+        limit = max(deadline - time.monotonic(), 0.001)
+        try:
+            if self.socket_path:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                    probe.settimeout(limit)
+                    probe.connect(self.socket_path)
+            else:
+                socket.create_connection((self._host.strip("[]"), self._port), limit).close()
+        except OSError as error:
+            where = self.socket_path or f"{self._host}:{self._port}"
+            raise wire.Unreachable(
+                f"nothing answers at {where} ({error.strerror or error}); start the daemon or go on"
+            ) from None
+
+    def close(self) -> None:
+        """End the channel, and every call on it."""
+        self._closed = True
+        if os.getpid() == self._process:
+            self._channel.close()
+
+
+def _parse(url: str) -> tuple[str, str, int]:
+    if url.startswith(_UNIX + "/"):
+        return url.removeprefix(_UNIX), "", 0
+    host, _, port = url.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "/" in host:
+        raise InvalidArgument(f"url={url!r}: write unix:///path or host:port")
+    return "", host, int(port)

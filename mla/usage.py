@@ -1,0 +1,36 @@
+"""What a request cost and what it got from the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvstore.api import MissReason, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request. Hit and miss tokens add up to the prompt's."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_cache_hit_tokens: int
+    prompt_cache_miss_tokens: int
+    hit_tokens_by_tier: dict[Tier, int] = field(default_factory=dict)
+    miss_reason: MissReason = MissReason.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Result of ``Session.generate``.
+
+    ``tokens``: the new tokens of the best sequence. ``sequences [rows, prompt + new]``:
+    everything that ``model.generate`` returned. ``logits``: one ``[rows, vocabulary]`` for
+    each new token, where asked for by ``output_logits=True``.
+    """
+
+    tokens: list[int]
+    sequences: Tensor
+    usage: Usage
+    logits: tuple[Tensor, ...] | None = None

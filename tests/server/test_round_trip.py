@@ -1,0 +1,140 @@
+"""The verbs through a daemon give back what was stored, whichever way blocks travel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.api import MissReason, ReserveState
+from kvstore.hashing import ROOT
+from kvstore.layout import preset
+from kvstore.remote_load import ByteLoad, MappedLoad
+from tests.server.conftest import MODES, Fleet, document, start
+
+Flags = Callable[..., list[str]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stored_blocks_come_back_after_a_restart(mode: str, fleet: Fleet, flags: Flags) -> None:
+    daemon = start(fleet, mode, flags)
+    client = fleet.connect(daemon.url)
+    doc = document(client, 9)
+    assert client.match(doc.namespace, doc.hashes, len(doc.tokens), store=True).blocks == 0
+    doc.store(client)
+    assert doc.load(client) == 9
+    assert daemon.term() == 0
+    daemon = start(fleet, mode, flags)
+    client = fleet.connect(daemon.url)
+    doc = document(client, 9)
+    match = client.match(doc.namespace, doc.hashes, len(doc.tokens))
+    assert (match.blocks, match.disk_blocks, match.reason) == (9, 9, MissReason.NONE)
+    assert doc.load(client) == 9
+    assert doc.load(client, first=4) == 9
+
+
+@pytest.mark.parametrize(("mode", "kind"), zip(MODES, (MappedLoad, ByteLoad, ByteLoad), strict=True))
+def test_blocks_travel_through_the_arena_only_where_it_can_be_had(
+    mode: str, kind: type, fleet: Fleet, flags: Flags
+) -> None:
+    client = fleet.connect(start(fleet, mode, flags).url)
+    doc = document(client, 2)
+    doc.store(client)
+    with client.load(doc.namespace, doc.hashes) as load:
+        assert isinstance(load, kind)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_document_larger_than_the_arena_passes_through_it(mode: str, fleet: Fleet, flags: Flags) -> None:
+    client = fleet.connect(start(fleet, mode, flags).url)
+    # A block is 4.5 MB here, more than gRPC's default for one message.
+    doc = document(client, 20, layout=preset("deepseek-v3"))
+    doc.store(client)
+    status = client.status()
+    assert doc.nbytes * 20 > status.host.capacity_bytes
+    assert doc.load(client) == 20
+    assert client.match(doc.namespace, doc.hashes, len(doc.tokens)).blocks == 20
+
+
+@pytest.mark.parametrize("mode", ["mapped", "tcp-bytes"])
+def test_leaving_a_load_early_leaves_nothing_held(mode: str, fleet: Fleet, flags: Flags) -> None:
+    client = fleet.connect(start(fleet, mode, flags).url)
+    doc = document(client, 12, layout=preset("deepseek-v3", num_layers=30))
+    doc.store(client)
+    for _ in range(3):
+        with client.load(doc.namespace, doc.hashes) as load:
+            next(iter(load))
+        assert load.short is None
+    assert doc.load(client) == 12
+    assert client.status().leases == 0
+
+
+def test_a_view_ends_with_its_step_of_the_iteration(fleet: Fleet, flags: Flags) -> None:
+    client = fleet.connect(start(fleet, "mapped", flags).url)
+    doc = document(client, 3)
+    doc.store(client)
+    with client.load(doc.namespace, doc.hashes) as load:
+        kept = [block.data for batch in load for block in batch]
+    with pytest.raises(ValueError, match="released"):
+        bytes(kept[0])
+
+
+def test_loaded_views_are_read_only(fleet: Fleet, flags: Flags) -> None:
+    client = fleet.connect(start(fleet, "mapped", flags).url)
+    doc = document(client, 1)
+    doc.store(client)
+    with client.load(doc.namespace, doc.hashes) as load:
+        for batch in load:
+            assert batch[0].data.readonly
+
+
+@pytest.mark.parametrize("mode", ["mapped", "tcp-bytes"])
+def test_a_load_of_more_than_is_stored_ends_short(mode: str, fleet: Fleet, flags: Flags) -> None:
+    client = fleet.connect(start(fleet, mode, flags).url)
+    doc = document(client, 6)
+    stored = document(client, 4)
+    stored.store(client)
+    assert doc.hashes[:4] == stored.hashes
+    with client.load(doc.namespace, doc.hashes) as load:
+        assert sum(len(batch) for batch in load) == 4
+        assert load.short == 4
+
+
+def test_reserve_says_what_is_present_and_what_another_worker_fills(fleet: Fleet, flags: Flags) -> None:
+    url = start(fleet, "mapped", flags).url
+    one, two = fleet.connect(url), fleet.connect(url)
+    doc = document(one, 4)
+    document(one, 2).store(one)
+    first = one.reserve(doc.namespace, ROOT, doc.hashes[:3])
+    second = two.reserve(document(two, 4).namespace, ROOT, doc.hashes)
+    present, pending, fill = ReserveState.PRESENT, ReserveState.PENDING, ReserveState.FILL
+    assert [block.state for block in first.blocks] == [present, present, fill]
+    assert [block.state for block in second.blocks] == [present, present, pending, fill]
+
+
+@pytest.mark.parametrize("mode", ["mapped", "tcp-bytes"])
+def test_threads_may_share_a_client(mode: str, fleet: Fleet, flags: Flags) -> None:
+    client = fleet.connect(start(fleet, mode, flags).url)
+    loaded: list[int] = []
+
+    def work(seed: int) -> None:
+        doc = document(client, 8, seed=seed)
+        doc.store(client)
+        loaded.append(doc.load(client))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert loaded == [8] * 6
+    assert client.status().leases == 0
+
+
+def test_the_status_counts_calls_by_their_outcome(fleet: Fleet, flags: Flags) -> None:
+    client = fleet.connect(start(fleet, "mapped", flags).url)
+    document(client, 2).store(client)
+    status = client.status()
+    assert status.counters["rpc_commit_ok"] == 1
+    assert (status.disk.blocks, status.units, status.mode, status.namespaces) == (2, 1, "ok", 1)
