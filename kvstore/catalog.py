@@ -163,7 +163,7 @@ class Catalog:
             raise FormatMismatch(_mismatch(path, f"another LMDB ({error})")) from error
         except LmdbDamaged as error:
             raise DataDirError(
-                f"the catalogue is truncated: {error}; remove {path} to start empty"
+                f"the catalogue is truncated: {error}; remove {path.parent} to start empty"
             ) from error
         except (lmdb.Error, OSError) as error:
             raise _directory_error(path, error) from error

@@ -1,7 +1,8 @@
 """MLA over cached latents: absorbed for few queries, expanded chunk by chunk for many.
 
-Both forms walk the context in chunks (``online.chunk_tokens``) at absolute multiples with scores, weights and sums in fp32 (scores rounded to bf16 cost 5-10 times the error),
-so memory does not grow with the context.
+Both forms walk the context in chunks (``online.chunk_tokens``) at absolute multiples, so
+memory does not grow with it, with scores, weights and sums in fp32 (scores rounded to
+bf16 cost 5-10 times the error).
 """
 
 from __future__ import annotations
