@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint proto proto-check clean
+.PHONY: demo test test-oldest lint proto proto-check clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,19 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# The oldest transformers we support; its cache argument has another name.
+OLDEST := .venv-oldest
+$(OLDEST)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --upgrade pip
+	grep -v '^transformers==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt torch
+	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt transformers==5.15.0 --editable '.[mla]' pytest pytest-timeout hypothesis
+	touch $(OLDEST)/.ready
+
+test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest tests/mla
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -34,4 +47,4 @@ proto-check:
 	sh proto/generate.sh --check
 
 clean:
-	rm -rf $(VENV) .venv-proto out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) .venv-proto out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -69,7 +69,7 @@ class Client:
         self._remote = WorkerId(secrets.token_bytes(wire.TOKEN_BYTES), mapped=False)
         self._lock = threading.Lock()  # over what follows, never held across I/O
         self._block_bytes: dict[bytes, int] = {}  # by namespace digest
-        # The daemon's ids start anew with it, so callers get ids of our own.
+        # By ids of our own: a daemon's id does not say which run of it gave the lease.
         self._leases: dict[int, _Lease] = {}
         self._ids = itertools.count(1)
         self._mapping_lock = threading.Lock()

@@ -8,24 +8,29 @@ after a crash the catalogue names whole payloads only, and what it doesn't name 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import xxhash
 
 from kvstore.catalog import BlockRecord, Catalog, UnitRecord, lock_directory
-from kvstore.codec import Codec, Raw, Zstd, codec_by_id
-from kvstore.errors import CorruptBlock
+from kvstore.codec import Encoded, codec_by_id, codec_by_name
+from kvstore.errors import CorruptBlock, DiskError
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
-from kvstore.payloads import Payloads
+from kvstore.payloads import Payloads, Place
 from kvstore.payloads.lmdb import LmdbPayloads
-from kvstore.settings import CodecName, StoreSettings
+from kvstore.settings import StoreSettings
 
 log = logging.getLogger(__name__)
 
 BATCH_BLOCKS = 32
-CODECS: dict[CodecName, Codec] = {"raw": Raw(), "zstd": Zstd()}
+
+OpenPayloads = Callable[[Path, int, Place], Payloads]
+"""Opens the payloads in a directory: (directory, bytes at most, first place that may be given out)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,20 @@ class NewBlock:
     used: float
     data: memoryview
 
+    def record(self, at: Stored) -> BlockRecord:
+        """Its catalogue record once it lies somewhere."""
+        return BlockRecord(
+            hash=self.hash,
+            parent=self.parent,
+            namespace=self.namespace,
+            depth=self.depth,
+            place=at.place,
+            length=at.length,
+            codec=at.codec,
+            checksum=at.checksum,
+            used=self.used,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Freed:
@@ -62,56 +81,55 @@ class Freed:
 class DiskTier:
     """Catalogue and payloads. Reads come from several threads, writes from one at a time."""
 
-    def __init__(self, settings: StoreSettings) -> None:
-        settings.data.mkdir(parents=True, exist_ok=True)
-        self._root = settings.data
+    def __init__(self, settings: StoreSettings, open_payloads: OpenPayloads = LmdbPayloads) -> None:
+        self._payload_root = settings.data / "payloads"
         self._lock = lock_directory(settings.data)
-        self.catalog = Catalog.open(settings.data, settings.catalog_bytes)
+        try:
+            self.catalog = Catalog.open(settings.data / "catalog", settings.catalog_bytes)
+        except BaseException:
+            self._lock.close()
+            raise
         self.readers = settings.readers
-        self._codec = CODECS[settings.codec]
+        self._codec = codec_by_name(settings.codec)
         self._map_bytes = settings.payload_bytes
+        self._open_payloads = open_payloads
         self._payloads: dict[int, Payloads] = {}
+        # Places that were written and then not named, still to be freed: block bytes -> places.
+        self._unnamed: defaultdict[int, list[Place]] = defaultdict(list)
 
     def batch_blocks(self, block_bytes: int) -> int:
         """How many blocks of this size are written together."""
         return max(1, min(BATCH_BLOCKS, self._map_bytes // 16 // block_bytes))
 
+    @property
+    def capacity_bytes(self) -> int:
+        """Payload bytes that may ever be in use; the rest is LMDB's own."""
+        return self._map_bytes * 31 // 32
+
     def limit_bytes(self, block_bytes: int) -> int:
-        """Payload bytes that may be in use before a batch of this block size is written.
+        """Payload bytes that may be in use once a batch of this block size is written.
 
-        LMDB gives freed pages back two commits later, so two batches and some slack stay free.
+        LMDB gives freed pages back two commits later, so two batches stay free.
         """
-        return self._map_bytes * 31 // 32 - 2 * self.batch_blocks(block_bytes) * block_bytes
-
-    def open_payloads(self, block_bytes: int, first_free: int = 1) -> None:
-        """Open the payload environment of a block size; ``first_free`` is behind all catalogued places.
-
-        One for each size, for equal sizes keep LMDB's free list from fragmenting.
-        """
-        if block_bytes not in self._payloads:
-            path = self._root / "payloads" / str(block_bytes)
-            self._payloads[block_bytes] = LmdbPayloads(path, self._map_bytes, first_free)
-
-    def payloads(self, block_bytes: int) -> Payloads:
-        """The open payload environment of a block size."""
-        return self._payloads[block_bytes]
+        return self.capacity_bytes - 2 * self.batch_blocks(block_bytes) * block_bytes
 
     def add_namespace(self, namespace: Namespace) -> tuple[int, bytes]:
         """Id and digest of a namespace, catalogued and ready for its blocks. Raises ``DiskError``."""
         digest = namespace.digest(self.catalog.tenant_secret(namespace.tenant))
         number = self.catalog.add_namespace(namespace.to_json(), digest)
-        self.open_payloads(namespace.layout.block_bytes)
+        if namespace.layout.block_bytes not in self._payloads:
+            self.reclaim(namespace.layout.block_bytes, ())
         return number, digest
 
     def stored_bytes(self, block_bytes: int, length: int) -> int:
         """Bytes of disk that a payload of ``length`` bytes takes."""
-        return self.payloads(block_bytes).stored_bytes(length)
+        return self._payloads[block_bytes].stored_bytes(length)
 
     def read(self, layout: LatentLayout, stored: Stored, out: memoryview) -> None:
         """Read a payload into ``out`` and verify it. Raises ``CorruptBlock`` or ``DiskError``."""
         codec = codec_by_id(stored.codec)
-        payloads = self.payloads(layout.block_bytes)
-        if stored.codec == Raw.codec_id:  # straight into the slot
+        payloads = self._payloads[layout.block_bytes]
+        if codec.in_place:  # straight into the slot
             payloads.read_into(stored.place, layout.block_bytes, out)
         else:
             encoded = memoryview(bytearray(stored.length))
@@ -130,48 +148,66 @@ class DiskTier:
 
         All or nothing: raises ``DiskError``, and then no block is named.
         """
+        self._free_unnamed()
         encoded = [self._codec.encode(block.data, layout.dtype.itemsize) for block in blocks]
         checksums = [xxhash.xxh3_64_intdigest(block.data) for block in blocks]
-        places = self.payloads(layout.block_bytes).write([item.data for item in encoded]) if blocks else []
+        places = self._write_payloads(layout.block_bytes, encoded)
         stored = [
-            Stored(place, len(item.data), item.codec_id, checksum)
+            Stored(place, memoryview(item.data).nbytes, item.codec_id, checksum)
             for place, item, checksum in zip(places, encoded, checksums, strict=True)
         ]
-        records = [
-            BlockRecord(
-                hash=block.hash,
-                parent=block.parent,
-                namespace=block.namespace,
-                depth=block.depth,
-                place=at.place,
-                length=at.length,
-                codec=at.codec,
-                checksum=at.checksum,
-                used=block.used,
-            )
-            for block, at in zip(blocks, stored, strict=True)
-        ]
-        self.catalog.commit(blocks=records, units=units)
+        records = [block.record(at) for block, at in zip(blocks, stored, strict=True)]
+        try:
+            self.catalog.commit(blocks=records, units=units)
+        except BaseException:
+            # Freed by the next write, for what has just failed would probably fail again.
+            self._unnamed[layout.block_bytes] += places
+            raise
         return stored
 
+    def _write_payloads(self, block_bytes: int, encoded: Sequence[Encoded]) -> list[Place]:
+        return self._payloads[block_bytes].write([item.data for item in encoded]) if encoded else []
+
+    def _free_unnamed(self) -> None:
+        for block_bytes, places in list(self._unnamed.items()):
+            self._payloads[block_bytes].free(places)
+            del self._unnamed[block_bytes]
+
     def drop(self, freed: Sequence[Freed]) -> None:
-        """Forget blocks and their units, then free their places. Raises ``DiskError``."""
+        """Forget blocks and their units, then free their places. Raises ``DiskError``; may be repeated."""
         hashes = [item.hash for item in freed]
         self.catalog.commit(drop_blocks=hashes, drop_units=hashes)
         for size in {item.block_bytes for item in freed}:
-            self.payloads(size).free([item.place for item in freed if item.block_bytes == size])
+            self._payloads[size].free([item.place for item in freed if item.block_bytes == size])
 
-    def reclaim(self, block_bytes: int, named: Iterable[int]) -> set[int]:
-        """Free the payloads that no record names; returns the named places that are not there."""
+    def reclaim(self, block_bytes: int, named: Iterable[Place]) -> set[Place]:
+        """Open the payloads of a block size and free those that no record names.
+
+        Returns the named places that are not there. One environment for each size, since
+        equal sizes keep LMDB's free list from fragmenting. Raises ``DiskError``.
+        """
         wanted = set(named)
-        self.open_payloads(block_bytes, max(wanted, default=0) + 1)
-        payloads = self.payloads(block_bytes)
+        directory = self._payload_root / str(block_bytes)
+        payloads = self._open_payloads(directory, self._map_bytes, max(wanted, default=0) + 1)
+        self._payloads[block_bytes] = payloads
         there = set(payloads.places())
         unnamed = there - wanted
         if unnamed:
             log.info("event=reclaimed_payloads count=%d block_bytes=%d", len(unnamed), block_bytes)
             payloads.free(sorted(unnamed))
         return wanted - there
+
+    def sweep(self, sizes: set[int]) -> None:
+        """Remove the payloads of all block sizes but these: no namespace of the catalogue has them."""
+        if not self._payload_root.is_dir():
+            return
+        for directory in self._payload_root.iterdir():
+            if directory.name.isdecimal() and int(directory.name) not in sizes:
+                log.warning("event=removed_payloads block_bytes=%s reason=no_namespace", directory.name)
+                try:
+                    shutil.rmtree(directory)
+                except OSError as error:
+                    raise DiskError(f"{directory} cannot be removed: {error}; remove it by hand") from error
 
     def close(self) -> None:
         """Close the environments and give the directory up."""

@@ -31,45 +31,57 @@ class TailEvictor:
         if enough():
             return True
         leaves = self._leaves()
-        while leaves:
-            tail = list(self._tail(heapq.heappop(leaves)[1]))
-            above = self._index.parent[tail[-1]]
+        bared: list[tuple[float, int]] = []  # a heap of rows that became leaves
+        while leaves or bared:
+            oldest = heapq.heappop(bared) if _first(bared, leaves) else leaves.pop()
+            tail = list(self._tail(oldest[1]))
+            above = self._next_above(tail[-1])
             for row in tail:
                 drop(row)
             if above != NONE and self._evictable(above):
-                heapq.heappush(leaves, (self._index.used[above], above))
+                heapq.heappush(bared, (self._index.used[above], above))
             if enough():
                 return True
         return False
 
     def _leaves(self) -> list[tuple[float, int]]:
+        """All rows that may go, least recently used last."""
         index = self._index
-        candidates = np.flatnonzero(
+        rows = np.flatnonzero(
             (np.frombuffer(index.state, np.uint8) == BlockState.PRESENT)
             & (np.frombuffer(index.place, np.int64) != NONE)
             & (np.frombuffer(index.children, np.int32) == 0)
             & (np.frombuffer(index.holds, np.int32) == 0)
         )
-        leaves = [(index.used[row], row) for row in candidates.tolist()]
-        heapq.heapify(leaves)
-        return leaves
+        used = np.frombuffer(index.used, np.float64)[rows]
+        order = np.argsort(-used, kind="stable")
+        return list(zip(used[order].tolist(), rows[order].tolist(), strict=True))
+
+    def _next_above(self, row: int) -> int:
+        """The block above; not a hole, for holes go with the last block below them."""
+        index = self._index
+        row = index.parent[row]
+        while row != NONE and index.state[row] == BlockState.ABSENT:
+            row = index.parent[row]
+        return row
 
     def _evictable(self, row: int) -> bool:
+        return not self._index.children[row] and self._may_go(row)
+
+    def _may_go(self, row: int) -> bool:
         index = self._index
-        return (
-            index.state[row] == BlockState.PRESENT
-            and index.place[row] != NONE
-            and not index.children[row]
-            and not index.holds[row]
-        )
+        return index.state[row] == BlockState.PRESENT and index.place[row] != NONE and not index.holds[row]
 
     def _tail(self, row: int) -> Iterator[int]:
         index = self._index
         yield row
         while self._whole:
             row = index.parent[row]
-            if row == NONE or index.children[row] != 1 or index.kinds[row] or index.holds[row]:
-                return
-            if index.state[row] != BlockState.PRESENT or index.place[row] == NONE:
+            if row == NONE or index.children[row] != 1 or index.kinds[row] or not self._may_go(row):
                 return
             yield row
+
+
+def _first(bared: list[tuple[float, int]], leaves: list[tuple[float, int]]) -> bool:
+    """Whether the oldest is among the bared ones."""
+    return bool(bared) and (not leaves or bared[0][0] <= leaves[-1][0])

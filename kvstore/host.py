@@ -11,7 +11,7 @@ import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.arena import Arena
 from kvstore.disk import DiskTier, Stored
@@ -24,10 +24,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Read:
-    """A read in flight that several loads may wait for; each waiter gets a hold of the slot."""
+    """A read in flight. Each waiter's result is the slot, with a hold of its own."""
 
-    done: asyncio.Future[int]
-    waiters: int = 0
+    waiters: list[asyncio.Future[int]] = field(default_factory=list)
 
 
 class HostTier:
@@ -47,7 +46,13 @@ class HostTier:
         self._room: list[asyncio.Future[None]] = []
         self._threads = ThreadPoolExecutor(disk.readers, thread_name_prefix="latentkv-read")
         self.on_lost: Callable[[int], None] = lambda row: None  # a block left the store unwritten
+        self.on_corrupt: Callable[[int], None] = lambda row: None  # a block on disk must leave the store
         self.dirty_evictable = False  # HOST_ONLY: blocks may leave the arena unwritten
+
+    @property
+    def starved(self) -> bool:
+        """Whether reads wait for a slot."""
+        return any(self._queues.values())
 
     def take(self, row: int) -> int | None:
         """A FILLING slot with one hold, or None while the arena is full of blocks that must stay.
@@ -101,98 +106,106 @@ class HostTier:
         self._room.append(future)
         await future
 
-    async def _take_when_free(self, row: int) -> int:
-        slot = self.take(row)
-        if slot is not None:
-            return slot
-        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._queues[self._slot_class(row)].append((row, turn))
-        return await turn
-
     def hold(self, row: int) -> int | None:
-        """The slot of a block in the arena, with a hold for the caller; None if it isn't there."""
+        """The slot of a readable block in the arena, with a hold for the caller; None if it isn't there."""
         slot = self._index.slot[row]
-        if slot == NONE:
+        if slot == NONE or self._index.state[row] != BlockState.PRESENT:
             return None
         self._arena.hold(slot)
         self._arena.touch(slot)
         return slot
 
-    async def fetch(self, row: int) -> int:
-        """A slot that has the block's verified bytes, with a hold for the caller.
+    def request(self, row: int) -> asyncio.Future[int]:
+        """Read a block that is not in the arena: its slot, with a hold for the caller, once verified.
 
-        Loads that ask for one block at the same time read it once. Raises ``CorruptBlock``
-        or ``DiskError``. Cancelling a fetch gives its hold back.
+        Loads that ask for one block at the same time read it once. Fails with ``CorruptBlock``
+        or ``DiskError``. A caller that does not want it any more hands it to ``give_up``.
         """
-        slot = self.hold(row)
-        if slot is not None:
-            return slot
-        read = self._reads.get(row) or self._start(row)
-        read.waiters += 1
-        try:
-            return await asyncio.shield(read.done)
-        except asyncio.CancelledError:
-            if read.done.done() and not read.done.cancelled() and read.done.exception() is None:
-                self._arena.unhold(read.done.result())
-            else:
-                read.waiters -= 1
-            raise
+        waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if self._index.state[row] != BlockState.PRESENT:
+            _fail(waiter, CorruptBlock("the block has left the store meanwhile"))
+            return waiter
+        read = self._reads.get(row)
+        if read is None:
+            read = self._reads[row] = _Read()
+            self._start(row, read)
+        read.waiters.append(waiter)
+        return waiter
 
-    def _start(self, row: int) -> _Read:
-        read = self._reads[row] = _Read(asyncio.get_running_loop().create_future())
+    def give_up(self, waiter: asyncio.Future[int]) -> None:
+        """Undo a ``request``, whatever has become of it."""
+        if not waiter.cancel() and not waiter.cancelled() and waiter.exception() is None:
+            self._arena.unhold(waiter.result())
+
+    def _start(self, row: int, read: _Read) -> None:
         # The row must stay while it is read, whatever becomes of the leases that asked.
         self._index.hold(row)
-        task = asyncio.create_task(self._read(row, read))
+        # Taken here and not in the task, so that slots go to blocks in the order of the requests.
+        slot = self.take(row)
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if slot is None:
+            self._queues[self._slot_class(row)].append((row, turn))
+        else:
+            turn.set_result(slot)
+        task = asyncio.create_task(self._read(row, read, turn))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return read
 
-    async def _read(self, row: int, read: _Read) -> None:
+    async def _read(self, row: int, read: _Read, turn: asyncio.Future[int]) -> None:
         try:
-            slot = await self._take_when_free(row)
-            try:
-                await self._read_into(row, slot)
-            except (CorruptBlock, DiskError) as error:
-                self._arena.abandon(slot)
-                self._arena.unhold(slot)
-                self._failed(row, error)
-                raise
-            self._filled(row, slot, read.waiters)
-            read.done.set_result(slot)
-        except (CorruptBlock, DiskError) as error:
-            read.done.set_exception(error)
-            read.done.exception()  # seen, even when every waiter has gone
+            slot = await turn
+            error = await self._read_into(row, slot)
+            if error is None:
+                self._filled(row, slot, read)
+            else:
+                self._failed(row, slot, read, error)
         finally:
-            read.done.cancel()
+            for waiter in read.waiters:
+                waiter.cancel()  # unsettled only if the store closes
             del self._reads[row]
             self._index.unhold(row)
             self.notify_room()
 
-    async def _read_into(self, row: int, slot: int) -> None:
+    async def _read_into(self, row: int, slot: int) -> CorruptBlock | DiskError | None:
         index = self._index
         layout = self._spaces.of(index.namespace[row]).layout
         stored = Stored(index.place[row], index.length[row], index.codec[row], index.checksum[row])
-        await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._disk.read, layout, stored, self._arena.view(slot)
-        )
+        try:
+            await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._disk.read, layout, stored, self._arena.view(slot)
+            )
+        except (CorruptBlock, DiskError) as error:
+            return error
+        except Exception as error:  # a defect below costs a miss, and the slot is not lost
+            log.exception("event=read_failed")
+            return DiskError(f"unexpected {type(error).__name__}: {error}")
+        return None
 
-    def _filled(self, row: int, slot: int, waiters: int) -> None:
+    def _filled(self, row: int, slot: int, read: _Read) -> None:
         self._index.slot[row] = slot
         self._arena.clean(slot)
-        for _ in range(waiters):
-            self._arena.hold(slot)
+        for waiter in read.waiters:
+            if not waiter.done():
+                self._arena.hold(slot)
+                waiter.set_result(slot)
         self._arena.unhold(slot)
         self._counters["disk_read_blocks"] += 1
 
-    def _failed(self, row: int, error: CorruptBlock | DiskError) -> None:
-        kind = "checksum_failures" if isinstance(error, CorruptBlock) else "read_errors"
+    def _failed(self, row: int, slot: int, read: _Read, error: CorruptBlock | DiskError) -> None:
+        corrupt = isinstance(error, CorruptBlock)
+        kind = "checksum_failures" if corrupt else "read_errors"
+        block = self._index.hashes[row][:6].hex()
         self._counters[kind] += 1
-        log.warning(
-            "event=block_unreadable kind=%s block=%s reason=%s",
-            kind,
-            self._index.hashes[row][:6].hex(),
-            error,
-        )
+        log.warning("event=block_unreadable kind=%s block=%s reason=%s", kind, block, error)
+        self._arena.abandon(slot)
+        self._arena.unhold(slot)
+        if corrupt:
+            # Here, once, while the read still keeps the row: a load that learns of it later
+            # may find the row healed, or filled by another worker.
+            self.on_corrupt(row)
+        for waiter in read.waiters:
+            if not waiter.done():
+                _fail(waiter, error)
 
     def drop_filling(self, row: int) -> None:
         """A block that was being filled will not come: its slot is free once nobody holds it."""
@@ -208,9 +221,19 @@ class HostTier:
             self._index.slot[row] = NONE
             self._arena.disown(slot)
 
+    def reading(self) -> int:
+        """Reads in flight or waiting for a slot."""
+        return len(self._reads)
+
     async def close(self) -> None:
-        """Wait for reads in flight and end the threads."""
-        for task in list(self._tasks):
+        """End the reads in flight and the threads. Slots that were being read are not used again."""
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._threads.shutdown(wait=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._threads.shutdown)
+
+
+def _fail(waiter: asyncio.Future[int], error: CorruptBlock | DiskError) -> None:
+    waiter.set_exception(error)
+    waiter.exception()  # seen, even if nobody asks

@@ -8,6 +8,7 @@ slot that holds another block.
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,10 +37,16 @@ class Lease:
     namespace: int
     block_bytes: int  # all slots of a lease are of one size
     expires: float  # monotonic seconds
-    expired: bool = False
+    expired: bool = False  # by the clock
+    ended: bool = False  # forgotten by the table
     rows: list[int] = field(default_factory=list)
     slots: Counter[int] = field(default_factory=Counter)
     filling: dict[bytes, int] = field(default_factory=dict)  # block hash -> row
+
+    @property
+    def live(self) -> bool:
+        """Whether its rows are kept; after that their numbers may mean other blocks."""
+        return not (self.expired or self.ended)
 
 
 class LeaseTable:
@@ -50,7 +57,8 @@ class LeaseTable:
         self._arena = arena
         self._seconds = seconds
         self._leases: dict[int, Lease] = {}
-        self._last = 0
+        # A lease from before a restart must not be taken for one of this run.
+        self._last = secrets.randbits(38) << 24
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -69,7 +77,9 @@ class LeaseTable:
         """A live lease of this worker; ``LeaseUnknown`` if foreign, released or expired."""
         lease = holder.leases.get(lease_id)
         if lease is None:
-            raise LeaseUnknown(f"lease {lease_id} is not held by this worker; reserve again without a lease")
+            raise LeaseUnknown(
+                f"lease {lease_id} is not held by this worker, or has ended; reserve again without a lease"
+            )
         if lease.expired:
             raise LeaseUnknown(f"lease {lease_id} expired after {self._seconds:g} s unused; reserve again")
         return lease
@@ -114,6 +124,7 @@ class LeaseTable:
 
     def forget(self, lease: Lease) -> None:
         """The lease is over; its rows and slots must have been dropped."""
+        lease.ended = True
         self._leases.pop(lease.id, None)
         lease.holder.leases.pop(lease.id, None)
 

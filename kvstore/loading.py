@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from kvstore.arena import Arena
-from kvstore.errors import CorruptBlock, DiskError, InvalidArgument
+from kvstore.errors import InvalidArgument, LeaseUnknown
 from kvstore.host import HostTier
 from kvstore.leases import Lease, LeaseTable
 
@@ -41,19 +41,17 @@ class LoadStream:
         host: HostTier,
         arena: Arena,
         quota_bytes: int,
-        on_unreadable: Callable[[int], None],
         on_end: Callable[[Lease], None],
     ) -> None:
         self._lease = lease
-        self._rows = rows
+        self._rows = rows  # mean these blocks only while the lease is live
         self._next = first  # the next block to be read
         self._leases = leases
         self._host = host
         self._arena = arena
         self._quota = quota_bytes
-        self._on_unreadable = on_unreadable
         self._on_end = on_end
-        self._ahead: deque[tuple[int, int | asyncio.Task[int]]] = deque()  # in order of index
+        self._ahead: deque[int | asyncio.Future[int]] = deque()  # slots of the blocks before _next
         self._slots: dict[int, int] = {}  # index -> slot, announced and not given back
         self._closed = False
         self.short: int | None = len(rows) if len(rows) < asked else None
@@ -68,38 +66,40 @@ class LoadStream:
         """Bytes of each block."""
         return self._lease.block_bytes
 
+    @property
+    def _live(self) -> bool:
+        return self._lease.live and not self._closed
+
+    @property
+    def _unannounced(self) -> int:
+        return self._next - len(self._ahead)
+
     async def next(self) -> list[tuple[int, int]]:
         """The next readable blocks as (index, offset in the arena); empty at the end.
 
         Waits for the disk, and for credits while the worker's quota is used up.
         """
+        self._leases.renew(self._lease, time.monotonic())
         self._top_up()
-        while not self._ahead:
-            if self._closed or self._lease.expired or self._next >= len(self._rows):
-                return self._finish()
+        while not self._ahead and self._live and self._next < len(self._rows):
             await self._host.room()
             self._top_up()
-        index, item = self._ahead[0]
-        if isinstance(item, asyncio.Task):
-            await asyncio.wait({item})
-        return self._announce() or self._fail(index)
-
-    def _finish(self) -> list[tuple[int, int]]:
-        if self._next < len(self._rows):
-            self.short = self._next
-        return []
+        if self._ahead and isinstance(self._ahead[0], asyncio.Future):
+            await asyncio.wait({self._ahead[0]})
+        if self._unannounced >= len(self._rows):
+            return []
+        return self._announce() if self._live and _ready(self._ahead[0]) else self._fall_short()
 
     def _top_up(self) -> None:
         while len(self._ahead) < WINDOW and self._next < len(self._rows) and self._may_hold_more():
             row = self._rows[self._next]
             slot = self._host.hold(row)
-            self._ahead.append(
-                (self._next, asyncio.create_task(self._host.fetch(row)) if slot is None else slot)
-            )
+            self._ahead.append(self._host.request(row) if slot is None else slot)
             self._next += 1
 
     def _may_hold_more(self) -> bool:
-        if self._closed or self._lease.expired:
+        # Holding later blocks while the next one waits for a slot could leave all loads waiting.
+        if not self._live or (self._ahead and self._host.starved):
             return False
         held = self._lease.holder.held_bytes + len(self._ahead) * self._lease.block_bytes
         # One block is always allowed, however small the arena is.
@@ -107,31 +107,21 @@ class LoadStream:
 
     def _announce(self) -> list[tuple[int, int]]:
         batch: list[tuple[int, int]] = []
-        while self._ahead and len(batch) < BATCH:
-            index, item = self._ahead[0]
-            slot = _ready_slot(item)
-            if slot is None:
-                break
-            self._ahead.popleft()
+        while self._ahead and len(batch) < BATCH and _ready(self._ahead[0]):
+            index = self._unannounced
+            item = self._ahead.popleft()
+            slot = item.result() if isinstance(item, asyncio.Future) else item
             self._leases.keep_slot(self._lease, slot, held=True)
             self._slots[index] = slot
             batch.append((index, self._arena.offset(slot)))
-        if batch:
-            self._leases.renew(self._lease, time.monotonic())
+        self._leases.renew(self._lease, time.monotonic())
         return batch
 
-    def _fail(self, index: int) -> list[tuple[int, int]]:
-        """The head of the window is unreadable: the hit ends before it."""
-        _, item = self._ahead.popleft()
-        if isinstance(item, asyncio.Task) and not item.cancelled():
-            error = item.exception()
-            if isinstance(error, CorruptBlock):
-                self._on_unreadable(self._rows[index])
-            elif error is not None and not isinstance(error, DiskError):
-                raise error
+    def _fall_short(self) -> list[tuple[int, int]]:
+        """The next block is unreadable, or the lease is over: the hit ends before it."""
+        self.short = self._unannounced
         self._drop_window()
-        self._next = len(self._rows)
-        self.short = index
+        self._rows = self._rows[: self.short]
         return []
 
     def give_back(self, indices: Sequence[int]) -> None:
@@ -144,27 +134,32 @@ class LoadStream:
         self._leases.renew(self._lease, time.monotonic())
         self._host.notify_room()
 
+    def announced(self) -> list[int]:
+        """Indices of the blocks that the worker has and did not give back."""
+        return list(self._slots)
+
     def view(self, index: int) -> memoryview:
-        """Bytes of an announced block that was not given back."""
-        return self._arena.view(self._slots[index])
+        """Bytes of an announced block that was not given back; good until the loop runs on.
+
+        Raises ``LeaseUnknown`` when the slot was taken back, since it may hold another block.
+        """
+        slot = self._slots.get(index)
+        if slot is None or not self._lease.slots[slot]:
+            raise LeaseUnknown(f"block {index} is no longer held by lease {self._lease.id}; load it again")
+        return self._arena.view(slot)
 
     def checksum(self, index: int) -> int:
-        """xxh3-64 of an announced block."""
+        """xxh3-64 of an announced block. Raises ``LeaseUnknown`` as ``view`` does."""
         return xxhash.xxh3_64_intdigest(self.view(index))
 
     def _drop_window(self) -> None:
         window, self._ahead = self._ahead, deque()
-        for _, item in window:
-            if isinstance(item, asyncio.Task):
-                item.cancel()
-                item.add_done_callback(self._drop_late)
+        self._next -= len(window)
+        for item in window:
+            if isinstance(item, asyncio.Future):
+                self._host.give_up(item)
             else:
                 self._arena.unhold(item)
-
-    def _drop_late(self, task: asyncio.Task[int]) -> None:
-        slot = _ready_slot(task)
-        if slot is not None:
-            self._arena.unhold(slot)
         self._host.notify_room()
 
     def close(self, *, returned: bool) -> None:
@@ -178,7 +173,7 @@ class LoadStream:
             return
         self._closed = True
         self._drop_window()
-        if returned or not self._lease.holder.mapped or not self._slots:
+        if returned or not self._lease.holder.mapped or not self._slots or self._lease.ended:
             self._on_end(self._lease)
         else:
             self._leases.drop_rows(self._lease)
@@ -186,9 +181,7 @@ class LoadStream:
         self._host.notify_room()
 
 
-def _ready_slot(item: int | asyncio.Task[int]) -> int | None:
-    if not isinstance(item, asyncio.Task):
-        return item
-    if not item.done() or item.cancelled() or item.exception() is not None:
-        return None
-    return item.result()
+def _ready(item: int | asyncio.Future[int]) -> bool:
+    if not isinstance(item, asyncio.Future):
+        return True
+    return item.done() and not item.cancelled() and item.exception() is None

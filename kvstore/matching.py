@@ -84,7 +84,8 @@ class Matcher:
             row = walk.rows[-1]
             if index.kinds[row]:
                 return 0
-            elsewhere = index.children[row] - (walk.next_row != NONE) > 0
+            ours = walk.next_row != NONE and index.parent[walk.next_row] == row
+            elsewhere = index.children[row] > ours
             return known if elsewhere or self._ghosts.continued(index.hashes[row]) else 0
         return known if self._ghosts.continued(hashes[known - 1]) else 0
 

@@ -7,8 +7,10 @@ Invariants (``check`` verifies them):
   * ``children[r]`` is the number of rows whose parent is ``r``; a row with children,
     or one that is held, is never removed;
   * a PRESENT row has a slot, a place on disk, or both; an ABSENT row (a hole: its block
-    was lost, or is known only as somebody's parent) has neither, and has children;
-  * a FILLING row has a slot and no place.
+    was lost, or is known only as somebody's parent) has neither, no mark, and has
+    children or is held;
+  * a FILLING row has a slot and no place;
+  * a row is one deeper than its parent, so chains have no cycles.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+
+import numpy as np
 
 from kvstore.units import UnitKind
 
@@ -107,8 +111,8 @@ class PrefixIndex:
         return len(self.hashes) - 1
 
     def adopt(self, row: int, parent: int) -> None:
-        """Give a row whose parent was unknown its parent."""
-        if self.parent[row] == NONE and parent != NONE:
+        """Give a row whose parent was unknown its parent, if it lies one block above."""
+        if self.parent[row] == NONE and parent != NONE and self.depth[parent] + 1 == self.depth[row]:
             self.parent[row] = parent
             self.children[parent] += 1
 
@@ -185,8 +189,12 @@ class PrefixIndex:
         return 0
 
     def forks(self, row: int) -> bool:
-        """Whether chains part behind this row."""
-        return self.children[row] > 1
+        """Whether chains part behind this row, and no unit ends there yet."""
+        return self.state[row] == BlockState.PRESENT and self.children[row] > 1 and not self.kinds[row]
+
+    def on_disk(self) -> int:
+        """How many blocks have a place."""
+        return int(np.count_nonzero(np.frombuffer(self.place, np.int64) != NONE))
 
     def touch(self, rows: Sequence[int], now: float) -> None:
         """Note a use of a whole prefix, so that an ancestor is never older than its children."""
@@ -214,8 +222,8 @@ class PrefixIndex:
             yield f"row {row}: filling with slot {slot}, place {place}"
         if state == BlockState.ABSENT and (slot != NONE or place != NONE):
             yield f"row {row}: absent with slot {slot}, place {place}"
-        if self._idle_hole(row):
-            yield f"row {row}: a hole that nothing keeps"
+        if self._idle_hole(row) or (state == BlockState.ABSENT and self.kinds[row]):
+            yield f"row {row}: a hole that nothing keeps, or with a mark"
         if bool(self.kinds[row]) != (row in self.units):
             yield f"row {row}: kinds {self.kinds[row]} without or beside a unit record"
         if self.holds[row] < 0:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 
+import numpy as np
+
 from kvstore.catalog import BlockRecord
 from kvstore.disk import DiskTier, Freed
 from kvstore.hashing import ROOT
@@ -18,6 +20,7 @@ def restore(index: PrefixIndex, disk: DiskTier, spaces: SpaceTable, counters: Co
     """Fill an empty index from the catalogue; returns the payload bytes in use.
 
     Payloads that no record names are freed; records whose payload is gone are dropped.
+    Raises ``DiskError``.
     """
     named: defaultdict[int, dict[int, bytes]] = defaultdict(dict)  # block bytes -> place -> hash
     for record in disk.catalog.blocks():
@@ -25,11 +28,14 @@ def restore(index: PrefixIndex, disk: DiskTier, spaces: SpaceTable, counters: Co
         if space is not None:
             named[space.layout.block_bytes][record.place] = record.hash
             _add(index, record)
+    disk.sweep(spaces.known_sizes)
     for size in spaces.block_sizes():
         gone = disk.reclaim(size, named[size])
         _drop_lost(index, disk, size, {place: named[size][place] for place in gone})
         counters["lost_payloads"] += len(gone)
     _restore_units(index, disk)
+    _age_like_children(index)
+    counters["catalog_skipped"] = disk.catalog.skipped
     return sum(
         disk.stored_bytes(spaces.of(index.namespace[row]).layout.block_bytes, index.length[row])
         for row in index
@@ -65,16 +71,23 @@ def _drop_lost(index: PrefixIndex, disk: DiskTier, size: int, lost: dict[int, by
 
 def _restore_units(index: PrefixIndex, disk: DiskTier) -> None:
     stale: list[bytes] = []
-    for unit in sorted(disk.catalog.units(), key=lambda unit: -unit.used):
+    for unit in disk.catalog.units():
         row = index.find(unit.hash)
         if row == NONE or index.state[row] != BlockState.PRESENT:
             stale.append(unit.hash)
             continue
         index.kinds[row] = unit.kinds
         index.units[row] = UnitUse(unit.created, unit.used, unit.hits)
-        # Newest first, so that each row of a chain is visited once.
-        while row != NONE and index.used[row] < unit.used:
-            index.used[row] = unit.used
-            row = index.parent[row]
+        index.used[row] = max(index.used[row], unit.used)
     if stale:
         disk.catalog.commit(drop_units=stale)
+
+
+def _age_like_children(index: PrefixIndex) -> None:
+    """Blocks are recorded as used when they were written; they were in use as long as what stands on them."""
+    used = index.used
+    rows = np.argsort(np.frombuffer(index.depth, np.int32), kind="stable")
+    for row in reversed(rows.tolist()):
+        parent = index.parent[row]
+        if parent != NONE and used[parent] < used[row]:
+            used[parent] = used[row]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from kvstore.arena import Arena
+from kvstore.arena import PAGE_BYTES, Arena
 from kvstore.disk import DiskTier
-from kvstore.errors import CapacityTooSmall, NamespaceUnknown
+from kvstore.errors import CapacityTooSmall, InvalidArgument, NamespaceUnknown
 from kvstore.layout import LatentLayout
 from kvstore.namespace import DIGEST_BYTES, Namespace
 
@@ -32,6 +32,8 @@ class SpaceTable:
         self._arena = arena
         self._by_digest: dict[bytes, Space] = {}
         self._by_id: dict[int, Space] = {}
+        self._by_namespace: dict[Namespace, Space] = {}
+        self.known_sizes: set[int] = set()  # block bytes of all catalogued namespaces, closed ones too
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -39,26 +41,32 @@ class SpaceTable:
     def admit(self, number: int, namespace: Namespace, digest: bytes) -> Space:
         """Open a catalogued namespace. Raises ``CapacityTooSmall``."""
         space = Space(number, digest, namespace.layout, self.fit(namespace.layout))
-        self._by_digest[digest] = self._by_id[number] = space
+        self._by_digest[digest] = self._by_id[number] = self._by_namespace[namespace] = space
         return space
 
     def restore(self) -> None:
         """Open the catalogue's namespaces; those that no longer fit the tiers stay closed."""
         for number, text, digest in self._disk.catalog.namespaces():
             try:
-                self.admit(number, Namespace.from_json(text), digest)
-            except CapacityTooSmall as error:
+                namespace = Namespace.from_json(text)
+                self.known_sizes.add(namespace.layout.block_bytes)
+                self.admit(number, namespace, digest)
+            except InvalidArgument as error:  # CapacityTooSmall is one
                 log.warning("event=namespace_closed id=%d reason=%s", number, error)
 
     def fit(self, layout: LatentLayout) -> int:
         """The slot class of a layout. Raises ``CapacityTooSmall`` if a tier can't hold one block."""
         limit = self._disk.limit_bytes(layout.block_bytes)
-        if layout.block_bytes > limit:
+        if layout.block_bytes + PAGE_BYTES > limit:  # a payload takes whole pages and a header
             raise CapacityTooSmall(
                 f"disk: {max(limit, 0)} usable bytes are less than one block of {layout.block_bytes} bytes;"
                 " raise disk_bytes"
             )
         return self._arena.register(layout.block_bytes)
+
+    def find(self, namespace: Namespace) -> Space | None:
+        """The open space of this very namespace."""
+        return self._by_namespace.get(namespace)
 
     def by_id(self, number: int) -> Space | None:
         """The open namespace with this id, if there is one."""

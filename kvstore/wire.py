@@ -36,6 +36,10 @@ class StaleWorker(Unavailable):
     """The daemon does not know a mapped worker's token, for it has restarted: connect again."""
 
 
+class DaemonFailed(Unavailable):
+    """The daemon could not answer because of a fault of its own; its log has more."""
+
+
 class Unreachable(Unavailable):
     """Nothing answered: the transport failed. Raised on this side, never sent."""
 
@@ -51,13 +55,14 @@ _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     errors.CorruptBlock: grpc.StatusCode.DATA_LOSS,
     errors.ArenaUnavailable: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    DaemonFailed: grpc.StatusCode.INTERNAL,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     KVStoreError: grpc.StatusCode.INTERNAL,
 }
 
 _CLASSES: dict[str, type[KVStoreError]] = {
     cls.__name__: cls
-    for cls in (*vars(errors).values(), StaleWorker)
+    for cls in (*vars(errors).values(), StaleWorker, DaemonFailed)
     if isinstance(cls, type) and issubclass(cls, KVStoreError)
 }
 

@@ -8,6 +8,7 @@ the writer tries again until the disk is back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
@@ -63,11 +64,13 @@ class Writer:
         self._dirty: deque[int] = deque()
         self._marks: set[int] = set()  # rows on disk whose unit record is not
         self._uses: set[int] = set()  # rows whose unit record lacks a use; goes along with the next batch
+        self._marking: set[int] = set()  # rows whose unit record is being written; each held
         self._freed: list[Freed] = []  # gone from the index, not yet from the disk
         self._writing: dict[int, int] = {}  # row -> slot of the batch at work, both held
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._stop = asyncio.Event()
         self._failures = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="latentkv-write")
         self._task: asyncio.Task[None] | None = None
@@ -85,7 +88,8 @@ class Writer:
         return len(self._dirty) + len(self._writing)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Begin to write; first of all what is too much goes, for the disk may have been given fewer bytes."""
+        self._evict(lambda: self.used_bytes <= self._disk.capacity_bytes)
         self._task = asyncio.create_task(self._run())
 
     def block(self, row: int) -> None:
@@ -100,6 +104,12 @@ class Writer:
         if self._index.place[row] != NONE or row in self._writing:
             self._marks.add(row)
             self._wake()
+
+    def awaited(self, row: int) -> list[int]:
+        """What a ticket for the unit that ends at this row has to wait for."""
+        if self._index.place[row] == NONE:
+            return [row, mark_of(row)]
+        return [mark_of(row)] if row in self._marks or row in self._marking else []
 
     def unit_used(self, row: int) -> None:
         """A unit was hit; its record follows with the next batch."""
@@ -132,18 +142,32 @@ class Writer:
         self._idle.clear()
         self._work.set()
 
+    @property
+    def _due(self) -> bool:
+        return bool(self._dirty or self._marks or self._freed)
+
     async def _run(self) -> None:
-        while True:
+        while not self._stop.is_set():
             await self._work.wait()
             self._work.clear()
-            while self._dirty or self._marks or self._freed:
-                try:
-                    await self._cycle()
-                    self._recovered()
-                except DiskError as error:
-                    self._failed(error)
-                    await asyncio.sleep(RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS)) - 1])
-            self._idle.set()
+            while self._due and not self._stop.is_set():
+                await self._try_cycle()
+            if not self._due:
+                self._idle.set()
+
+    async def _try_cycle(self) -> None:
+        try:
+            if await self._cycle():
+                self._recovered()
+            return
+        except DiskError as error:
+            self._failed(error)
+        except Exception as error:  # a defect below must not end the writing for ever
+            log.exception("event=write_failed")
+            self._failed(error)
+        with contextlib.suppress(TimeoutError):
+            delay = RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS)) - 1]
+            await asyncio.wait_for(self._stop.wait(), delay)
 
     def _recovered(self) -> None:
         if self._failures:
@@ -151,7 +175,7 @@ class Writer:
             self._host.dirty_evictable = False
             log.warning("event=disk_recovered")
 
-    def _failed(self, error: DiskError) -> None:
+    def _failed(self, error: Exception) -> None:
         if not self._failures:
             log.error("event=host_only reason=%s", error)
         self._failures += 1
@@ -162,18 +186,15 @@ class Writer:
             self.settle_lost(row)
         self._host.notify_room()
 
-    async def _cycle(self) -> None:
-        """Free what left, then write one batch and the marks that are due."""
+    async def _cycle(self) -> bool:
+        """Free what left, then write one batch and the marks that are due; True if the disk did something."""
         batch = self._writing = self._take_batch()
-        marks, self._marks = self._marks | self._uses, set()
-        self._uses = set()
         try:
             if batch:
                 self._make_room(batch)
-            await self._drop_freed()
-            await self._write(batch, marks)
-        except DiskError:
-            self._marks |= {row for row in marks if self._index.kinds[row]}
+            dropped = await self._drop_freed()
+            return await self._write(batch) or dropped
+        except BaseException:
             self._dirty.extendleft(reversed(batch))
             for row in batch:
                 self._index.hold(row)
@@ -199,9 +220,11 @@ class Writer:
         layout = None
         while self._dirty:
             row = self._dirty[0]
-            if not self._is_dirty(row):  # left the arena while HOST_ONLY, or was written already
+            if row in batch or not self._is_dirty(row):
+                # It left the arena while HOST_ONLY, and may have been sealed again since.
                 self._dirty.popleft()
-                self.settle_lost(row)
+                if row not in batch:
+                    self.settle_lost(row)
                 self._index.unhold(row)
                 continue
             layout = layout or self._space(row).layout
@@ -220,39 +243,63 @@ class Writer:
         def enough() -> bool:
             return self.used_bytes + need <= limit
 
-        def drop(row: int) -> None:
-            self._counters["disk_evicted_blocks"] += 1
-            self.free(row)
-
-        if not self._evictor.evict(enough, drop):
+        if not self._evict(enough):
             raise DiskError(
                 f"disk: {need} bytes do not fit into {limit} of which {self.used_bytes} are held by leases;"
                 " raise disk_bytes"
             )
 
-    async def _drop_freed(self) -> None:
+    def _evict(self, enough: Callable[[], bool]) -> bool:
+        def drop(row: int) -> None:
+            self._counters["disk_evicted_blocks"] += 1
+            self.free(row)
+
+        return self._evictor.evict(enough, drop)
+
+    async def _drop_freed(self) -> bool:
         freed, self._freed = self._freed, []
         if not freed:
-            return
+            return False
         try:
             await self.in_thread(self._disk.drop, freed)
-        except DiskError:
+        except BaseException:
             self._freed = freed + self._freed
             raise
+        return True
 
-    async def _write(self, batch: dict[int, int], marks: set[int]) -> None:
-        marked = [row for row in (*batch, *marks) if self._index.kinds[row]]
-        if not batch and not marked:
-            return
-        layout = self._space(next(iter((*batch, *marked)))).layout
-        blocks = [self._new_block(row, slot) for row, slot in batch.items()]
-        units = [self._unit_record(row) for row in marked]
-        stored = await self.in_thread(self._disk.write, layout, blocks, units)
-        for (row, slot), at in zip(batch.items(), stored, strict=True):
-            self._written(row, slot, at)
-        for row in marked:
-            self.tickets.settle(mark_of(row), durable=True)
+    async def _write(self, batch: dict[int, int]) -> bool:
+        marking = self._marking = self._take_marks(batch)
+        if not batch and not marking:
+            return False
+        # Held, so that a row whose block is lost meanwhile is not given to another block.
+        for row in marking:
+            self._index.hold(row)
+        try:
+            layout = self._space(next(iter((*batch, *marking)))).layout
+            blocks = [self._new_block(row, slot) for row, slot in batch.items()]
+            units = [self._unit_record(row) for row in marking]
+            stored = await self.in_thread(self._disk.write, layout, blocks, units)
+            for (row, slot), at in zip(batch.items(), stored, strict=True):
+                self._written(row, slot, at)
+            for row in marking - self._marks:  # those that are there got another kind meanwhile
+                self.tickets.settle(mark_of(row), durable=True)
+        except BaseException:
+            self._marks |= {row for row in marking if row not in batch and self._index.kinds[row]}
+            raise
+        finally:
+            self._marking = set()
+            for row in marking:
+                self._index.unhold(row)
         self._counters["written_blocks"] += len(batch)
+        return True
+
+    def _take_marks(self, batch: dict[int, int]) -> set[int]:
+        """Rows whose unit record can be written now: with its block, or because that is on disk."""
+        rows = {*batch, *self._marks, *self._uses}
+        self._marks.clear()
+        self._uses.clear()
+        index = self._index
+        return {row for row in rows if index.kinds[row] and (row in batch or index.place[row] != NONE)}
 
     def _written(self, row: int, slot: int, at: Stored) -> None:
         index = self._index
@@ -294,15 +341,16 @@ class Writer:
     async def close(self, seconds: float) -> bool:
         """Write what is dirty, at most for ``seconds``; True if all of it is durable."""
         if self._uses:
-            self._wake()
             self._marks |= self._uses
+            self._wake()
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
             log.error("event=drain_incomplete dirty_blocks=%d", self.dirty_blocks)
+        self._stop.set()
+        self._wake()
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        self._thread.shutdown(wait=True)
+            await self._task  # not cancelled: a thread may be reading the slots of a batch
+        await asyncio.to_thread(self._thread.shutdown)
         self.tickets.settle_all()
-        return not self.dirty_blocks
+        return not self._due

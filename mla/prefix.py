@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.api import KVStore, Match, Tier
+from kvstore.api import KVStore, Load, Tier
+from kvstore.errors import CorruptBlock
 from mla.pool import LatentPool
 
 
@@ -28,11 +29,6 @@ class PrefixLoader:
         self._align = align // pool.layout.block_tokens  # in blocks
         self._timeout = timeout
 
-    def device_run(self, hashes: Sequence[bytes]) -> int:
-        """Leading blocks that the pool has, rounded down to the alignment."""
-        run = self._pool.lookup_run(hashes)
-        return run - run % self._align
-
     def take(self, hashes: Sequence[bytes]) -> list[int]:
         """Leading blocks out of the pool, with a reference each, at most ``hashes``."""
         blocks: list[int] = []
@@ -44,24 +40,21 @@ class PrefixLoader:
         return self._round(blocks)
 
     def load(
-        self, store: KVStore, namespace: bytes, hashes: Sequence[bytes], taken: list[int], match: Match
+        self, store: KVStore, namespace: bytes, hashes: Sequence[bytes], taken: list[int], disk_blocks: int
     ) -> Prefix:
-        """Load ``hashes[len(taken):match.blocks]`` behind the blocks taken from the pool.
+        """Load ``hashes[len(taken):]`` behind the blocks taken from the pool.
+
+        ``disk_blocks`` of all ``hashes`` were matched on DISK.
 
         A load that falls short ends the prefix at the deepest whole, aligned block.
         Raises what the store raises, and ``PoolFull``; then ``taken`` is all there is and
         nothing else is kept.
         """
         first = len(taken)
-        fresh = self._pool.allocate(match.blocks - first)
+        fresh = self._pool.allocate(len(hashes) - first)
         try:
-            with store.load(namespace, hashes[: match.blocks], first=first, timeout=self._timeout) as load:
-                loaded = 0
-                for batch in load:
-                    self._pool.write_blocks(
-                        [fresh[block.index - first] for block in batch], [block.data for block in batch]
-                    )
-                    loaded += len(batch)
+            with store.load(namespace, hashes, first=first, timeout=self._timeout) as load:
+                loaded = self._fill(fresh, load, first)
         except BaseException:
             self._pool.release(fresh)
             raise
@@ -69,7 +62,20 @@ class PrefixLoader:
             self._pool.register(block, block_hash)
         self._pool.release(fresh[loaded:])
         blocks = self._round(taken + fresh[:loaded])
-        return Prefix(blocks, _tiers(blocks, first, match))
+        return Prefix(blocks, _tiers(len(blocks), first, disk_blocks))
+
+    def _fill(self, fresh: Sequence[int], load: Load, first: int) -> int:
+        loaded = 0
+        for batch in load:
+            places = fresh[loaded : loaded + len(batch)]
+            # A block in another's place would be a wrong answer that nothing else can see.
+            if [block.index - first for block in batch] != list(range(loaded, loaded + len(places))):
+                raise CorruptBlock(
+                    f"the store sent {[block.index for block in batch]} after {first + loaded}"
+                )
+            self._pool.write_blocks(places, [block.data for block in batch])
+            loaded += len(batch)
+        return loaded
 
     def _round(self, blocks: list[int]) -> list[int]:
         keep = len(blocks) - len(blocks) % self._align
@@ -77,9 +83,8 @@ class PrefixLoader:
         return blocks[:keep]
 
 
-def _tiers(blocks: list[int], device: int, match: Match) -> dict[Tier, int]:
-    device = min(device, len(blocks))
-    loaded = len(blocks) - device
+def _tiers(blocks: int, device: int, disk_blocks: int) -> dict[Tier, int]:
+    loaded = blocks - device
     # Which of the loaded ones were in the arena is known as a sum over the whole match only.
-    disk = min(loaded, match.disk_blocks)
+    disk = min(loaded, disk_blocks)
     return {Tier.DEVICE: device, Tier.HOST: loaded - disk, Tier.DISK: disk}

@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -20,15 +20,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvstore.api import KVStore, Match, MissReason, Tier
-from kvstore.errors import InvalidArgument, NamespaceUnknown
+from kvstore.errors import InvalidArgument, InvalidTokens, NamespaceUnknown
 from kvstore.hashing import ROOT, Tokens, as_tokens, block_hashes
 from kvstore.namespace import DIGEST_BYTES, Namespace
 from kvstore.units import PersistPoint, UnitKind, plan_output
 from mla.adapters.transformers import attach, cache_argument
 from mla.cache import LatentCache
-from mla.errors import PoolFull, Unsupported
+from mla.decoding import Decoding, plan_decoding
+from mla.errors import Unsupported
 from mla.fingerprint import weights_fingerprint
-from mla.numerics import numerics
+from mla.numerics import config_digest, numerics
 from mla.pool import LatentPool
 from mla.prefix import Prefix, PrefixLoader
 from mla.rope import check_rope_length
@@ -40,27 +41,20 @@ Result = TypeVar("Result")
 
 PREFILL_CHUNK = 512  # tokens
 POOL_TOKENS = 32768
-
-# Ways to decode that a cache which starts with a prefix makes silently wrong.
-_REFUSED = (
-    "prompt_lookup_num_tokens",
-    "assistant_model",
-    "inputs_embeds",
-    "attention_mask",
-    "past_key_values",
-)
+DROP_SECONDS = 5.0  # how long a request waits for the pool blocks of a store at work
 
 
 @dataclass(slots=True)
 class _Request:
     tokens: NDArray[np.uint32]
     hashes: list[bytes]
+    usable: list[bytes]  # the most that a hit may be of: some token is always computed
     key: bytes  # namespace digest, or a key of this process while the store is away
     match: Match
     stored_until: int  # tokens of the prompt that may be stored
+    units: dict[int, UnitKind]  # depth in blocks -> kinds
     job: StoreJob | None = None
     queued: int = 0  # blocks handed to the job
-    units: dict[int, UnitKind] | None = None
 
 
 class Session:
@@ -97,30 +91,35 @@ class Session:
             raise InvalidArgument(f"prefill_chunk={prefill_chunk} is no positive multiple of {size} tokens")
         self._model = model
         self._info = info
+        self._block = size
         self._exact = exact
         self._chunk = prefill_chunk
+        self._align = prefill_chunk if exact else size  # tokens; hits are rounded down to a multiple
         self._store = store
-        self._namespace = Namespace(
+        self._base = Namespace(
             layout=info.layout,
             model=model_name or str(model.config.model_type),
-            revision=weights_fingerprint(model) if revision is None else revision,
+            revision=f"{weights_fingerprint(model) if revision is None else revision}"
+            f" config {config_digest(model.config)}",
             tenant=tenant,
             rope=info.rope,
             rope_layout=info.rope_layout,
             adapter=adapter,
             salt=salt,
-            numerics=numerics(prefill_chunk, model.device) if exact else "",
         )
-        self._digest: bytes | None = None
-        self._local_key = secrets.token_bytes(DIGEST_BYTES)
+        self._opened: Namespace | None = None
+        self._digest: bytes | None = None  # of _opened, once the store has told it
+        self._local_key = b""  # in its stead while the store is away
         self.pool = LatentPool(info.layout, -(-pool_tokens // size), model.device)
         self._loader = PrefixLoader(self.pool, align=self._align, timeout=load_timeout)
-        self._queue = StoreQueue(self.pool, store, deadline=store_deadline) if store else None
-        self.counters: Counter[str] = Counter()
+        self._queue = StoreQueue(self.pool, store, deadline=store_deadline) if store is not None else None
+        self._closed = False
+        self._counters: Counter[str] = Counter()
 
     @property
-    def _align(self) -> int:
-        return self._chunk if self._exact else self._info.layout.block_tokens
+    def counters(self) -> Counter[str]:
+        """Hit and miss tokens, blocks stored and dropped, and each kind of failure of the store."""
+        return self._counters + (self._queue.counters() if self._queue is not None else Counter())
 
     def __enter__(self) -> Self:
         return self
@@ -137,105 +136,107 @@ class Session:
         that is not right with a cached prefix, and ``PoolFull`` when prompt and answer do
         not fit into the pool.
         """
-        self._refuse(options)
         tokens = as_tokens(_flat(input_ids))
+        decoding = plan_decoding(
+            options, self._model.generation_config, prompt=len(tokens), exact=self._exact
+        )
         check_rope_length(self._info.max_tokens, len(tokens))
         request = self._open(tokens)
-        self._make_room(len(tokens), options)
-        prefix = self._prefix(request)
-        cache = LatentCache.from_prefix(self.pool, prefix.blocks, len(prefix.blocks) * self._block)
         try:
-            with torch.inference_mode():
+            prefix = self._prefix(request, decoding)
+            cache = LatentCache.from_prefix(self.pool, prefix.blocks, len(prefix.blocks) * self._block)
+            with cache, torch.inference_mode():
                 self._prefill(request, cache)
-                return self._decode(request, cache, prefix, options)
+                return self._decode(request, cache, prefix, decoding, options)
         finally:
-            cache.release()
             if request.job is not None:
                 request.job.finish()
 
     def flush(self, timeout: float = 60.0) -> bool:
-        """Wait until what was generated so far is on disk; False if some of it is not."""
+        """Wait until what was generated since the last call is on disk; False if some of it is not."""
         return self._queue is not None and self._queue.flush(timeout)
 
     def close(self, timeout: float = 60.0) -> None:
-        """Store what is queued and end the background thread. The model stays attached."""
-        if self._queue is not None:
+        """Store what is queued and end the background thread; from then on nothing is stored.
+
+        The model stays attached.
+        """
+        if self._queue is not None and not self._closed:
+            self._closed = True
             self._queue.close(timeout)
 
     # --- before the model
 
-    @property
-    def _block(self) -> int:
-        return self._info.layout.block_tokens
-
-    def _refuse(self, options: dict[str, Any]) -> None:
-        for name in _REFUSED:
-            if options.get(name) is not None:
-                raise Unsupported(f"{name} in a stored session: it does not fit a cache with a loaded prefix")
-        if options.get("use_cache") is False:
-            raise Unsupported("use_cache=False in a stored session: call the model itself")
-        if self._exact and _rows(options) > 1:
-            raise Unsupported("beams or several answers in exact mode: its bits are those of batch size 1")
-
     def _open(self, tokens: NDArray[np.uint32]) -> _Request:
-        key = self._open_namespace()
-        hashes = block_hashes(key or self._local_key, tokens, block_tokens=self._block)
+        digest = self._open_namespace()
+        key = digest or self._local_key
+        hashes = block_hashes(key, tokens, block_tokens=self._block)
         match = Match(reason=MissReason.UNAVAILABLE)
-        if self._store is not None and key is not None:
-            match = self._guard("match", lambda: self._match(key, hashes, len(tokens)), match)
+        if digest is not None:
+            match = self._guard("match", lambda: self._match(digest, hashes, len(tokens)), match)
         whole = len(tokens) - len(tokens) % self._align
-        request = _Request(tokens, hashes, key or self._local_key, match, whole)
-        if self._queue is not None and match.reason is not MissReason.UNAVAILABLE:
-            request.job = self._queue.job(request.key)
-            request.units = self._units(match.persist_points, whole)
+        usable = hashes[: (len(tokens) - 1) // self._align * self._align // self._block]
+        units = _units(match.persist_points, whole, self._block)
+        request = _Request(tokens, hashes, usable, key, match, whole, units)
+        if self._queue is not None and not self._closed:
+            if match.reason is MissReason.UNAVAILABLE:
+                self._counters["store_unavailable"] += 1
+                self._queue.note_lost()
+            else:
+                request.job = self._queue.job(key)
         return request
 
     def _open_namespace(self) -> bytes | None:
+        namespace = self._base
+        if self._exact:  # threads and the like may have been set anew since the last request
+            namespace = replace(namespace, numerics=numerics(self._chunk, self._model))
+        if namespace != self._opened:
+            self._opened, self._digest = namespace, None
+            self._local_key = secrets.token_bytes(DIGEST_BYTES)
         if self._digest is None and self._store is not None:
             store = self._store
-            self._digest = self._guard("open_namespace", lambda: store.open_namespace(self._namespace), None)
+            self._digest = self._guard("open_namespace", lambda: store.open_namespace(namespace), None)
         return self._digest
 
     def _match(self, key: bytes, hashes: Sequence[bytes], tokens: int) -> Match:
         assert self._store is not None
         try:
-            return self._store.match(key, hashes, tokens, align=self._align, store=True)
+            return self._store.match(key, hashes, tokens, align=self._align, store=not self._closed)
         except NamespaceUnknown:
             self._digest = None  # the data directory is another one: open it with the next request
             raise
 
-    def _units(self, points: Sequence[PersistPoint], whole: int) -> dict[int, UnitKind]:
-        """Depths in blocks at which this prompt leaves units.
+    def _prefix(self, request: _Request, decoding: Decoding) -> Prefix:
+        taken = self._loader.take(request.usable)
+        device = Prefix(taken, {Tier.DEVICE: len(taken)})
+        try:
+            self._make_room(len(request.tokens), len(taken), decoding)
+            return self._load(request, device)
+        except BaseException:
+            self.pool.release(taken)
+            raise
 
-        In exact mode the last, partial chunk is not stored, so the end moves before it.
-        """
-        units: dict[int, UnitKind] = {}
-        for point in points:
-            at = min(point.tokens, whole) if point.kinds & UnitKind.REQUEST_END else point.tokens
-            if 0 < at <= whole:
-                depth = at // self._block
-                units[depth] = units.get(depth, UnitKind.NONE) | point.kinds
-        return units
-
-    def _make_room(self, tokens: int, options: dict[str, Any]) -> None:
+    def _make_room(self, prompt: int, taken: int, decoding: Decoding) -> None:
         """Give up queued stores if the pool would not hold this request beside them."""
-        answer = int(options.get("max_new_tokens") or self._model.generation_config.max_new_tokens or 1)
-        if self._queue is not None and self.pool.available * self._block < tokens + answer + self._block:
-            self._queue.drop(timeout=5.0)
-            self.counters["stores_dropped_for_room"] += 1
+        first = -(-(prompt + decoding.new_tokens) // self._block) - taken
+        further = -(-decoding.new_tokens // self._block) + 1  # the last block of the prompt, copied
+        need = first + (decoding.rows - 1) * further
+        if self._queue is not None and self.pool.available < need:
+            self._queue.drop(timeout=DROP_SECONDS)
 
-    def _prefix(self, request: _Request) -> Prefix:
-        usable = (len(request.tokens) - 1) // self._align * self._align // self._block
-        taken = self._loader.take(request.hashes[:usable])
-        prefix = Prefix(taken, {Tier.DEVICE: len(taken)})
-        if self._store is None or request.match.blocks <= len(taken):
-            return prefix
-        store = self._store
-        return self._guard(
+    def _load(self, request: _Request, device: Prefix) -> Prefix:
+        store, taken = self._store, device.blocks
+        hashes = request.usable[: request.match.blocks]
+        if store is None or len(hashes) <= len(taken):
+            return device
+        prefix = self._guard(
             "load",
-            lambda: self._loader.load(store, request.key, request.hashes, taken, request.match),
-            prefix,
+            lambda: self._loader.load(store, request.key, hashes, taken, request.match.disk_blocks),
+            device,
         )
+        if len(prefix.blocks) < len(hashes):
+            self._counters["short_loads"] += 1
+        return prefix
 
     # --- the model
 
@@ -250,12 +251,16 @@ class Session:
             start = stop
 
     def _decode(
-        self, request: _Request, cache: LatentCache, prefix: Prefix, options: dict[str, Any]
+        self,
+        request: _Request,
+        cache: LatentCache,
+        prefix: Prefix,
+        decoding: Decoding,
+        options: dict[str, Any],
     ) -> Generation:
         prompt = self._tensor(request.tokens)
-        rows = _rows(options)
-        if rows > 1:
-            cache.batch_repeat_interleave(rows)
+        if decoding.rows > 1:
+            cache.batch_repeat_interleave(decoding.rows)
         output = cast(Any, self._model).generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -264,8 +269,8 @@ class Session:
         )
         sequences: Tensor = output.sequences
         new = sequences[0, prompt.shape[1] :].tolist()
-        self._keep(request, cache, min(cache.tokens, len(request.tokens)))
-        if rows == 1 and not self._exact:
+        self._keep(request, cache, len(request.tokens))
+        if decoding.rows == 1 and not self._exact:
             self._keep_answer(request, cache, new)
         return Generation(new, sequences, self._usage(request, prefix, len(new)), output.get("logits"))
 
@@ -284,7 +289,7 @@ class Session:
         for block, block_hash in zip(blocks, hashes, strict=True):
             self.pool.register(block, block_hash)
         if request.job is not None:
-            request.job.add(hashes, blocks, request.units or {})
+            request.job.add(hashes, blocks, request.units)
         request.queued = until
 
     def _keep_answer(self, request: _Request, cache: LatentCache, new: list[int]) -> None:
@@ -304,8 +309,8 @@ class Session:
     def _usage(self, request: _Request, prefix: Prefix, new: int) -> Usage:
         hit = len(prefix.blocks) * self._block
         tiers = {tier: blocks * self._block for tier, blocks in prefix.by_tier.items() if blocks}
-        self.counters["hit_tokens"] += hit
-        self.counters["miss_tokens"] += len(request.tokens) - hit
+        self._counters["hit_tokens"] += hit
+        self._counters["miss_tokens"] += len(request.tokens) - hit
         return Usage(
             prompt_tokens=len(request.tokens),
             completion_tokens=new,
@@ -319,24 +324,35 @@ class Session:
         """Whatever the store does wrong is a miss and a counter, never an error of the model's path."""
         try:
             return work()
-        except PoolFull:
-            raise
         except Exception as error:  # noqa: BLE001 - rule 3: a cache is never in the way
-            self.counters[f"{verb}_failed"] += 1
+            self._counters[f"{verb}_failed"] += 1
             log.warning("event=store_failed verb=%s kind=%s reason=%s", verb, type(error).__name__, error)
             return miss
 
 
-def _rows(options: dict[str, Any]) -> int:
-    return max(int(options.get("num_beams") or 1), int(options.get("num_return_sequences") or 1))
+def _units(points: Sequence[PersistPoint], whole: int, block: int) -> dict[int, UnitKind]:
+    """Depths in blocks at which a prompt leaves units, whose first ``whole`` tokens are stored.
+
+    In exact mode the last, partial chunk is not stored, so the prompt's end moves before it.
+    """
+    units: dict[int, UnitKind] = {}
+    for point in points:
+        at, kinds = point.tokens, point.kinds
+        if at > whole:
+            at, kinds = whole, kinds & UnitKind.REQUEST_END
+        if at and kinds:
+            units[at // block] = units.get(at // block, UnitKind.NONE) | kinds
+    return units
 
 
 def _flat(input_ids: Tokens | Tensor) -> Tokens:
     if not isinstance(input_ids, Tensor):
         return input_ids
+    if input_ids.is_floating_point() or input_ids.is_complex():
+        raise InvalidTokens(f"token ids have type {input_ids.dtype}; pass integers that fit into u32")
     if input_ids.dim() == 2 and input_ids.shape[0] != 1:
         raise Unsupported(
             f"a batch of {input_ids.shape[0]} prompts in a stored session: pass one prompt at a time,"
             " unpadded"
         )
-    return cast(Tokens, input_ids.reshape(-1).cpu().numpy())
+    return cast(Tokens, (input_ids[0] if input_ids.dim() == 2 else input_ids).cpu().numpy())

@@ -11,19 +11,24 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import TypeVar
 
-from kvstore.api import KVStore, ReserveState
-from kvstore.errors import KVStoreError
+from kvstore.api import KVStore, ReservedBlock, ReserveState
+from kvstore.errors import LeaseUnknown
 from kvstore.hashing import ROOT
 from kvstore.units import UnitKind, UnitMark
 from mla.pool import LatentPool
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 RESERVE_BLOCKS = 32  # blocks of one Reserve, and so of one Commit
 RETRY_SECONDS = 0.02
+MAX_TICKETS = 1 << 16  # as many as a store remembers
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +49,8 @@ class StoreJob:
         self._owner = owner
         self.lease = 0
         self.parent = ROOT
-        self.depth = 0  # blocks of the chain that are dealt with
+        self.depth = 0  # blocks of the chain that are stored
         self.failed = False
-        self.ticket: int | None = None
 
     def add(self, hashes: Sequence[bytes], blocks: Sequence[int], units: dict[int, UnitKind]) -> None:
         """Queue the next blocks of the chain; ``units`` maps depths in the chain to kinds.
@@ -61,10 +65,7 @@ class StoreJob:
 
 
 class StoreQueue:
-    """One thread that moves queued pool blocks into the store.
-
-    ``counters``: blocks stored, blocks dropped, jobs failed by kind of failure.
-    """
+    """One thread that moves queued pool blocks into the store."""
 
     def __init__(self, pool: LatentPool, store: KVStore, *, deadline: float) -> None:
         self._pool = pool
@@ -75,9 +76,19 @@ class StoreQueue:
         self._open = 0  # items queued or at work; under _lock
         self._dropping = False  # give up what is queued; under _lock
         self._tickets: list[int] = []  # not asked for durability yet; under _lock
-        self.counters: Counter[str] = Counter()
+        self._lost = False  # something was not stored since the last flush; under _lock
+        self._counters: Counter[str] = Counter()  # under _lock
         self._thread = threading.Thread(target=self._run, name="latentkv-store", daemon=True)
         self._thread.start()
+
+    def counters(self) -> Counter[str]:
+        """Blocks stored and dropped, and failures by verb and kind."""
+        with self._lock:
+            return self._counters.copy()
+
+    def _count(self, name: str, times: int = 1) -> None:
+        with self._lock:
+            self._counters[name] += times
 
     def job(self, namespace: bytes) -> StoreJob:
         """A job for one request."""
@@ -91,104 +102,139 @@ class StoreQueue:
             self._open += 1
         self._items.put((job, piece))
 
-    def flush(self, timeout: float, *, durable: bool = True) -> bool:
-        """Wait until what is queued is stored and, if asked, on disk; False if some of it is not."""
-        end = time.monotonic() + timeout
+    def note_lost(self) -> None:
+        """A request is not stored at all."""
         with self._lock:
-            if not self._lock.wait_for(lambda: self._open == 0, timeout):
-                return False
-            tickets, self._tickets = self._tickets, []
-        if not durable:
-            return True
-        try:
-            # All are asked, so that none is left waiting behind one that failed.
-            sure = [self._store.durable(ticket, timeout=_left(end)) for ticket in tickets]
-            return all(sure)
-        except KVStoreError as error:
-            log.warning("event=not_durable reason=%s", error)
+            self._lost = True
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until what was queued since the last call is on disk; False if some of it is not."""
+        end = time.monotonic() + timeout
+        if not self._wait_empty(timeout):
             return False
+        with self._lock:
+            tickets, self._tickets = self._tickets, []
+            lost, self._lost = self._lost, False
+        durable = (self._attempt("durable", partial(self._is_durable, ticket, end)) for ticket in tickets)
+        return all(durable) and not lost
+
+    def _is_durable(self, ticket: int, end: float) -> bool:
+        return self._store.durable(ticket, timeout=_left(end))
+
+    def _wait_empty(self, timeout: float) -> bool:
+        with self._lock:
+            return self._lock.wait_for(lambda: self._open == 0, timeout)
 
     def drop(self, timeout: float) -> None:
         """Give up what is queued, for its pool blocks are needed; waits for the piece at work."""
         with self._lock:
             self._dropping = True
-            self._lock.wait_for(lambda: self._open == 0, timeout)
+            self._lock.notify_all()
+        self._wait_empty(timeout)
+        with self._lock:
             self._dropping = False
 
     def close(self, timeout: float) -> None:
         """Store what is queued, at most for ``timeout`` seconds, and end the thread."""
-        self.flush(timeout, durable=False)
-        self.drop(timeout)
+        end = time.monotonic() + timeout
+        if not self._wait_empty(timeout):
+            self.drop(_left(end))
         self._items.put(None)
-        self._thread.join(timeout)
+        self._thread.join(_left(end))
+
+    def _attempt(self, verb: str, work: Callable[[], Result]) -> Result | None:
+        """The result, or None and a counter: no failure of the store may end the queue, or its caller."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - rule 3: a cache is never in the way
+            self._count(f"{verb}_failed_{type(error).__name__}")
+            log.warning("event=not_stored verb=%s kind=%s reason=%s", verb, type(error).__name__, error)
+            return None
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
             job, piece = item
-            try:
-                self._work(job, piece)
-            except KVStoreError as error:
-                self._fail(job, type(error).__name__, error)
-            except Exception as error:  # noqa: BLE001 - a defect of the store must not end the queue
-                self._fail(job, "unexpected", error)
-            finally:
-                if piece is not None:
-                    self._pool.release(piece.blocks)
-                with self._lock:
-                    self._open -= 1
-                    self._lock.notify_all()
+            if piece is None:
+                self._attempt("release", partial(self._end, job))
+            else:
+                self._take(job, piece)
+            with self._lock:
+                self._open -= 1
+                self._lock.notify_all()
 
-    def _fail(self, job: StoreJob, kind: str, error: Exception) -> None:
-        job.failed = True
-        self.counters[f"failed_{kind}"] += 1
-        log.warning("event=store_dropped kind=%s depth=%d reason=%s", kind, job.depth, error)
+    def _take(self, job: StoreJob, piece: _Blocks) -> None:
+        end = job.depth + len(piece.hashes)
+        try:
+            if not job.failed:
+                job.failed = not self._attempt("store", partial(self._store_piece, job, piece))
+        finally:
+            self._pool.release(piece.blocks)
+        if job.failed:
+            self._count("dropped_blocks", end - job.depth)
+            self.note_lost()
 
-    def _work(self, job: StoreJob, piece: _Blocks | None) -> None:
-        if piece is None:
-            self._end(job)
-            return
+    def _store_piece(self, job: StoreJob, piece: _Blocks) -> bool:
+        """Store a piece, however often the store has no room for it; False if it was given up."""
         give_up = time.monotonic() + self._deadline
-        done = 0
-        while done < len(piece.hashes) and not job.failed:
+        first, end = job.depth, job.depth + len(piece.hashes)
+        while job.depth < end:
             if self._dropping or time.monotonic() > give_up:
-                job.failed = True
-                self.counters["failed_deadline"] += 1
-                break
-            moved = self._store_some(job, piece, done)
-            done += moved
-            if not moved:
-                time.sleep(RETRY_SECONDS)
-        self.counters["dropped_blocks"] += len(piece.hashes) - done
+                self._count("store_dropped" if self._dropping else "store_expired")
+                return False
+            if not self._store_some(job, piece, job.depth - first):
+                with self._lock:
+                    self._lock.wait_for(lambda: self._dropping, RETRY_SECONDS)
+        return True
 
-    def _store_some(self, job: StoreJob, piece: _Blocks, done: int) -> int:
-        """Reserve, fill and commit the next few blocks; how many the chain went on by."""
+    def _store_some(self, job: StoreJob, piece: _Blocks, done: int) -> bool:
+        """Reserve, fill and commit the next few blocks; False if the chain went on by none."""
+        try:
+            return self._store_next(job, piece, done)
+        except LeaseUnknown:
+            # It expired while the model was at work, or ended with its daemon: begin another.
+            lease, job.lease = job.lease, 0
+            self._store.release(lease)
+            return False
+
+    def _store_next(self, job: StoreJob, piece: _Blocks, done: int) -> bool:
         hashes = piece.hashes[done : done + RESERVE_BLOCKS]
         answer = self._store.reserve(job.namespace, job.parent, hashes, lease=job.lease)
         job.lease = answer.lease
         filled: list[bytes] = []
-        moved = len(hashes) - answer.retry
-        for at, block in enumerate(answer.blocks[:moved]):
-            if block.state is ReserveState.FILL and block.data is not None:
+        for at, block in enumerate(answer.blocks):
+            if block.data is not None:
                 self._pool.read_block(piece.blocks[done + at], block.data)
                 filled.append(block.hash)
+        # A block that another worker is filling ends the way for now: should that worker
+        # die, the block is ours to fill, or else no unit behind it would be whole.
+        moved = sum(1 for _ in takewhile(_stored, answer.blocks))
         marks = [
             UnitMark(hashes[depth - job.depth - 1], kinds)
             for depth, kinds in piece.units.items()
             if job.depth < depth <= job.depth + moved
         ]
         if filled or marks:
-            job.ticket = self._store.commit(job.lease, filled, marks)
-            with self._lock:
-                self._tickets.append(job.ticket)
+            self._note_ticket(self._store.commit(job.lease, filled, marks))
+        self._count("stored_blocks", len(filled))
         if moved:
             job.parent = hashes[moved - 1]
             job.depth += moved
-        self.counters["stored_blocks"] += len(filled)
-        return moved
+        return moved > 0
+
+    def _note_ticket(self, ticket: int) -> None:
+        with self._lock:
+            self._tickets.append(ticket)
+            if len(self._tickets) > MAX_TICKETS:
+                del self._tickets[0]
+                self._lost = True
 
     def _end(self, job: StoreJob) -> None:
         if job.lease:
             self._store.release(job.lease)
+
+
+def _stored(block: ReservedBlock) -> bool:
+    return block.state is ReserveState.PRESENT or block.data is not None
 
 
 def _left(end: float) -> float:

@@ -78,7 +78,7 @@ class Config(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
 
     data: Path
-    listen: Annotated[str, AfterValidator(_check_listen)] = ""
+    listen: Annotated[str, AfterValidator(_check_listen)] | None = None
     host_bytes: ByteSize = ByteSize(4 << 30)
     disk_bytes: ByteSize = ByteSize(50 << 30)
     interval: int = DEFAULT_INTERVAL

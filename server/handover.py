@@ -45,7 +45,12 @@ class Handover:
 
     async def _accept(self) -> None:
         while True:
-            connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            try:
+                connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError as error:  # out of descriptors: workers get bytes until some are free
+                event(log, logging.ERROR, "handover_failed", reason=error.strerror)
+                await asyncio.sleep(1.0)
+                continue
             task = asyncio.create_task(self._serve(connection))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)

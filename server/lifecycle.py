@@ -75,7 +75,8 @@ class Daemon:
         os.umask(0o077)  # sockets and data are for this user alone
         self._store = await Store.open(self._config.store_settings())
         try:
-            self._workers = WorkerTable(self._store, idle_seconds=self._config.lease_seconds)
+            # Twice, so that leases end by their own clock first, and say so.
+            self._workers = WorkerTable(self._store, idle_seconds=2 * self._config.lease_seconds)
             self._claim_sockets()
             await self._listen()
         except BaseException:
@@ -148,13 +149,17 @@ class Daemon:
 
 def _bind(server: grpc.aio.Server, address: str) -> str:
     """Bind; the address with the port that was chosen. Raises ``AddressInUse``."""
+    if _is_unix(address):
+        server.add_insecure_port(f"unix:{address.removeprefix(UNIX)}")
+        return address
+    host, _, port = address.rpartition(":")
     try:
-        port = server.add_insecure_port(
-            "unix:" + address.removeprefix(UNIX) if _is_unix(address) else address
-        )
-    except RuntimeError as error:
+        # gRPC's own failure would also print a line of its own.
+        family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+        socket.create_server((host.strip("[]"), int(port)), family=family).close()
+        return f"{host}:{server.add_insecure_port(address)}"
+    except (OSError, RuntimeError) as error:
         raise AddressInUse(f"listen={address!r} cannot be bound ({error}); choose another --listen") from None
-    return address if _is_unix(address) else f"{address.rpartition(':')[0]}:{port}"
 
 
 def _is_unix(address: str) -> bool:

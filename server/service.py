@@ -47,7 +47,7 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
                 service.requests.count(verb, "CANCELLED")
                 raise
             log.exception("event=call_failed verb=%s", verb)
-            failure = KVStoreError(f"{verb} failed inside the daemon ({type(error).__name__}); see its log")
+            failure = wire.DaemonFailed(f"{verb} failed in the daemon ({type(error).__name__}); see its log")
         else:
             service.requests.count(verb, grpc.StatusCode.OK.name)
             return response

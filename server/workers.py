@@ -1,8 +1,8 @@
 """Which workers the daemon knows. Owned by the event loop.
 
 A mapped worker is known while its handover connection lives. Any other is known by a
-token of its own making, from its first call until it was silent for as long as a lease
-lasts; everything it held has expired by then.
+token of its own making, from its first call until it was silent for ``idle_seconds``;
+everything it held has expired by then.
 """
 
 from __future__ import annotations

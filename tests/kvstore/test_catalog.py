@@ -221,6 +221,34 @@ def test_a_truncated_catalogue_is_refused_with_the_remedy(tmp_path):
         reopened(tmp_path)
 
 
+TRUNCATED = """
+import os, sys
+from pathlib import Path
+from kvstore.catalog import BlockRecord, Catalog
+from kvstore.errors import DiskError
+path = Path(sys.argv[1])
+catalog = Catalog.open(path, 1 << 20)
+record = lambda i: BlockRecord(i.to_bytes(32, "big"), bytes(32), 1, 1, i, 100, 0, 7, 1.0)
+catalog.commit(blocks=[record(i) for i in range(1000)])
+os.truncate(path / "data.mdb", 3 * 4096)
+for use in (lambda: list(catalog.blocks()), lambda: catalog.commit(blocks=[record(1)]), catalog.namespaces):
+    try:
+        use()
+    except DiskError:
+        print("refused", flush=True)
+print("alive", flush=True)
+"""
+
+
+def test_a_catalogue_truncated_while_open_kills_nobody(tmp_path, victim):
+    one = victim(TRUNCATED, str(tmp_path / "catalog"))
+    lines = [one.line()]
+    while lines[-1] == "refused":
+        lines.append(one.line())
+    assert lines == ["refused"] * (len(lines) - 1) + ["alive"]
+    assert len(lines) > 2
+
+
 def test_a_file_in_the_way_is_a_data_directory_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataDirError, match="file"):

@@ -117,23 +117,28 @@ def test_a_full_store_refuses_the_whole_batch_and_keeps_what_it_had(store):
     assert store.file_bytes() <= MAP
 
 
-@pytest.mark.parametrize("size", [4096, 20_000, SIZE])
-def test_after_it_was_full_freed_space_comes_back_every_time(store, size):
-    first = len(places := fill(store, size, 32))
-    for _ in range(4):
+@pytest.mark.parametrize(
+    ("size", "batch", "map_bytes"), [(4096, 256, 64 << 20), (SIZE, 8, MAP), (1 << 20, 1, MAP)]
+)
+def test_after_it_was_full_freed_space_comes_back_every_time(tmp_path, size, batch, map_bytes):
+    store = LmdbPayloads(tmp_path / "p", map_bytes)
+    first = len(places := fill(store, size, batch))
+    for _ in range(3):
         store.free(places)
         assert list(store.places()) == []
-        places = fill(store, size, 32)
+        places = fill(store, size, batch)
         assert len(places) > 0.85 * first
+    store.close()
 
 
-def test_at_the_brim_each_freed_payload_makes_room_for_the_next(store):
-    places = fill(store, batch=1)
+@pytest.mark.parametrize(("size", "turns"), [(SIZE, 100), (1 << 20, 30)])
+def test_at_the_brim_each_freed_payload_makes_room_for_the_next(store, size, turns):
+    places = fill(store, size, batch=1)
     rng = random.Random(5)
-    for turn in range(150):
+    for turn in range(turns):
         store.free([places.pop(rng.randrange(len(places)))])
-        (place,) = store.write([body(turn)])
-        assert read(store, place) == body(turn)
+        (place,) = store.write([body(turn, size)])
+        assert read(store, place, size) == body(turn, size)
         places.append(place)
     assert sorted(store.places()) == sorted(places)
 

@@ -8,7 +8,7 @@ from mla import LatentCache, LatentPool
 from mla.tiny import tiny_model
 from tests.mla.zoo import forward, move_blocks, tokens
 
-TOTAL = 1300  # more than one chunk of context
+TOTAL = 1100  # more than one chunk of context
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], scope="module")
@@ -21,6 +21,19 @@ def model(request):
 def chunks(model, ids, cache, size):
     start = cache.tokens
     return [forward(model, ids[:, i : i + size], cache) for i in range(start, ids.shape[1], size)]
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("model", [torch.bfloat16], indirect=True)
+def test_logits_are_bit_identical_on_several_threads_too(model, two_threads):
+    test_logits_are_bit_identical_for_hits_at_every_multiple_of_the_chunk(model, 512)
 
 
 @pytest.mark.parametrize("size", [128, 256])  # the absorbed and the expanded form

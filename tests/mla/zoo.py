@@ -26,6 +26,7 @@ MLA = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
+    "tie_word_embeddings": False,
 }
 MOE = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
@@ -40,6 +41,7 @@ YARN = {
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
+    "factor": 4.0,
     "short_factor": [1.0] * 8,
     "long_factor": [2.0] * 8,
     "original_max_position_embeddings": 1024,

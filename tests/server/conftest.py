@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,7 +104,7 @@ class Document:
     nbytes: int = SMALL.block_bytes
 
     def data(self, block: bytes) -> bytes:
-        return hashlib.shake_128(block).digest(4096) * (self.nbytes // 4096)
+        return random.Random(block).randbytes(self.nbytes)
 
     def store(self, store: KVStore, *, durable: bool = True) -> int:
         """Store all blocks and the unit at the end, however often the arena is full."""
@@ -162,15 +163,15 @@ class Fleet:
             daemon.close()
 
 
-@pytest.fixture()
+@pytest.fixture
 def fleet() -> Iterator[Fleet]:
     fleet = Fleet()
     yield fleet
     fleet.close()
 
 
-@pytest.fixture()
-def flags() -> Iterator[Callable[..., list[str]]]:
+@contextmanager
+def flag_maker() -> Iterator[Callable[..., list[str]]]:
     """Flags of a small daemon over one directory; the socket's path must be short."""
     with tempfile.TemporaryDirectory(prefix="latentkv-") as directory:
 
@@ -185,6 +186,12 @@ def flags() -> Iterator[Callable[..., list[str]]]:
             }
             return [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
 
+        yield make
+
+
+@pytest.fixture
+def flags() -> Iterator[Callable[..., list[str]]]:
+    with flag_maker() as make:
         yield make
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -11,9 +12,25 @@ from kvstore.api import MissReason, ReserveState
 from kvstore.hashing import ROOT
 from kvstore.layout import preset
 from kvstore.remote_load import ByteLoad, MappedLoad
-from tests.server.conftest import MODES, Fleet, document, start
+from tests.server.conftest import MODES, Fleet, document, flag_maker, start
 
 Flags = Callable[..., list[str]]
+Urls = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def urls() -> Iterator[Urls]:
+    """A daemon for each mode, shared by the tests that neither stop nor fill it."""
+    fleet, running = Fleet(), {}
+    with ExitStack() as stack:
+
+        def url(mode: str) -> str:
+            if mode not in running:
+                running[mode] = start(fleet, mode, stack.enter_context(flag_maker())).url
+            return running[mode]
+
+        yield url
+        fleet.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -34,33 +51,35 @@ def test_stored_blocks_come_back_after_a_restart(mode: str, fleet: Fleet, flags:
     assert doc.load(client, first=4) == 9
 
 
-@pytest.mark.parametrize(("mode", "kind"), zip(MODES, (MappedLoad, ByteLoad, ByteLoad), strict=True))
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("mapped", MappedLoad), ("unix-bytes", ByteLoad), ("tcp-bytes", ByteLoad)]
+)
 def test_blocks_travel_through_the_arena_only_where_it_can_be_had(
-    mode: str, kind: type, fleet: Fleet, flags: Flags
+    mode: str, kind: type, fleet: Fleet, urls: Urls
 ) -> None:
-    client = fleet.connect(start(fleet, mode, flags).url)
-    doc = document(client, 2)
+    client = fleet.connect(urls(mode))
+    doc = document(client, 2, seed=100)
     doc.store(client)
     with client.load(doc.namespace, doc.hashes) as load:
         assert isinstance(load, kind)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_document_larger_than_the_arena_passes_through_it(mode: str, fleet: Fleet, flags: Flags) -> None:
-    client = fleet.connect(start(fleet, mode, flags).url)
+def test_a_document_larger_than_the_arena_passes_through_it(mode: str, fleet: Fleet, urls: Urls) -> None:
+    client = fleet.connect(urls(mode))
     # A block is 4.5 MB here, more than gRPC's default for one message.
-    doc = document(client, 20, layout=preset("deepseek-v3"))
+    doc = document(client, 16, seed=200, layout=preset("deepseek-v3"))
     doc.store(client)
     status = client.status()
-    assert doc.nbytes * 20 > status.host.capacity_bytes
-    assert doc.load(client) == 20
-    assert client.match(doc.namespace, doc.hashes, len(doc.tokens)).blocks == 20
+    assert doc.nbytes * 16 > status.host.capacity_bytes
+    assert doc.load(client) == 16
+    assert client.match(doc.namespace, doc.hashes, len(doc.tokens)).blocks == 16
 
 
 @pytest.mark.parametrize("mode", ["mapped", "tcp-bytes"])
-def test_leaving_a_load_early_leaves_nothing_held(mode: str, fleet: Fleet, flags: Flags) -> None:
-    client = fleet.connect(start(fleet, mode, flags).url)
-    doc = document(client, 12, layout=preset("deepseek-v3", num_layers=30))
+def test_leaving_a_load_early_leaves_nothing_held(mode: str, fleet: Fleet, urls: Urls) -> None:
+    client = fleet.connect(urls(mode))
+    doc = document(client, 12, seed=300, layout=preset("deepseek-v3", num_layers=30))
     doc.store(client)
     for _ in range(3):
         with client.load(doc.namespace, doc.hashes) as load:
@@ -70,9 +89,9 @@ def test_leaving_a_load_early_leaves_nothing_held(mode: str, fleet: Fleet, flags
     assert client.status().leases == 0
 
 
-def test_a_view_ends_with_its_step_of_the_iteration(fleet: Fleet, flags: Flags) -> None:
-    client = fleet.connect(start(fleet, "mapped", flags).url)
-    doc = document(client, 3)
+def test_a_view_ends_with_its_step_of_the_iteration(fleet: Fleet, urls: Urls) -> None:
+    client = fleet.connect(urls("mapped"))
+    doc = document(client, 3, seed=400)
     doc.store(client)
     with client.load(doc.namespace, doc.hashes) as load:
         kept = [block.data for batch in load for block in batch]
@@ -80,9 +99,9 @@ def test_a_view_ends_with_its_step_of_the_iteration(fleet: Fleet, flags: Flags) 
         bytes(kept[0])
 
 
-def test_loaded_views_are_read_only(fleet: Fleet, flags: Flags) -> None:
-    client = fleet.connect(start(fleet, "mapped", flags).url)
-    doc = document(client, 1)
+def test_loaded_views_are_read_only(fleet: Fleet, urls: Urls) -> None:
+    client = fleet.connect(urls("mapped"))
+    doc = document(client, 1, seed=500)
     doc.store(client)
     with client.load(doc.namespace, doc.hashes) as load:
         for batch in load:
@@ -90,10 +109,10 @@ def test_loaded_views_are_read_only(fleet: Fleet, flags: Flags) -> None:
 
 
 @pytest.mark.parametrize("mode", ["mapped", "tcp-bytes"])
-def test_a_load_of_more_than_is_stored_ends_short(mode: str, fleet: Fleet, flags: Flags) -> None:
-    client = fleet.connect(start(fleet, mode, flags).url)
-    doc = document(client, 6)
-    stored = document(client, 4)
+def test_a_load_of_more_than_is_stored_ends_short(mode: str, fleet: Fleet, urls: Urls) -> None:
+    client = fleet.connect(urls(mode))
+    doc = document(client, 6, seed=600)
+    stored = document(client, 4, seed=600)
     stored.store(client)
     assert doc.hashes[:4] == stored.hashes
     with client.load(doc.namespace, doc.hashes) as load:
@@ -101,25 +120,25 @@ def test_a_load_of_more_than_is_stored_ends_short(mode: str, fleet: Fleet, flags
         assert load.short == 4
 
 
-def test_reserve_says_what_is_present_and_what_another_worker_fills(fleet: Fleet, flags: Flags) -> None:
-    url = start(fleet, "mapped", flags).url
+def test_reserve_says_what_is_present_and_what_another_worker_fills(fleet: Fleet, urls: Urls) -> None:
+    url = urls("mapped")
     one, two = fleet.connect(url), fleet.connect(url)
-    doc = document(one, 4)
-    document(one, 2).store(one)
+    doc = document(one, 4, seed=700)
+    document(one, 2, seed=700).store(one)
     first = one.reserve(doc.namespace, ROOT, doc.hashes[:3])
-    second = two.reserve(document(two, 4).namespace, ROOT, doc.hashes)
+    second = two.reserve(document(two, 4, seed=700).namespace, ROOT, doc.hashes)
     present, pending, fill = ReserveState.PRESENT, ReserveState.PENDING, ReserveState.FILL
     assert [block.state for block in first.blocks] == [present, present, fill]
     assert [block.state for block in second.blocks] == [present, present, pending, fill]
 
 
 @pytest.mark.parametrize("mode", ["mapped", "tcp-bytes"])
-def test_threads_may_share_a_client(mode: str, fleet: Fleet, flags: Flags) -> None:
-    client = fleet.connect(start(fleet, mode, flags).url)
+def test_threads_may_share_a_client(mode: str, fleet: Fleet, urls: Urls) -> None:
+    client = fleet.connect(urls(mode))
     loaded: list[int] = []
 
     def work(seed: int) -> None:
-        doc = document(client, 8, seed=seed)
+        doc = document(client, 8, seed=800 + seed)
         doc.store(client)
         loaded.append(doc.load(client))
 

@@ -1,0 +1,1 @@
+"""What the tests of anything over this store need, shipped with it."""

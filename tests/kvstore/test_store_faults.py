@@ -1,0 +1,473 @@
+"""What is damaged is a miss, a counter and a log line, and the next store heals it."""
+
+import asyncio
+import itertools
+import logging
+import os
+from pathlib import Path
+
+import lmdb
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from kvstore.api import MissReason, ReserveState
+from kvstore.errors import (
+    CapacityTooSmall,
+    DataDirError,
+    DataDirInUse,
+    DiskError,
+    FormatMismatch,
+)
+from kvstore.hashing import ROOT, block_hashes
+from kvstore.layout import DEEPSEEK_V3
+from kvstore.namespace import Namespace
+from kvstore.settings import MIB
+from kvstore.store import Store
+from kvstore.testing.faults import Faults
+from tests.kvstore.blocks import (
+    SMALL,
+    Conversation,
+    content,
+    end_of,
+    in_loop,
+    load_chain,
+    open_store,
+    put,
+    settings,
+    store_chain,
+    tokens,
+    until,
+)
+
+BLOCKS = 8
+SIZE = SMALL.block_bytes
+POSITIONS = [0, 1, 4095, 4096, SIZE // 2, SIZE - 2, SIZE - 1]
+
+
+def payload_file(path: Path) -> Path:
+    return path / "payloads" / str(SIZE) / "data.mdb"
+
+
+def flip(path: Path, block: bytes, position: int) -> None:
+    """Flip a byte of a stored block in its file."""
+    with open(payload_file(path), "r+b") as file:
+        at = file.read().find(content(block, SIZE))
+        assert at >= 0
+        file.seek(at + position)
+        (byte,) = file.read(1)
+        file.seek(at + position)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def push_out(store, worker) -> None:
+    """Fill the arena with other blocks, so that the next load reads the disk."""
+    for seed in range(100, 103):
+        store_chain(store, worker.namespace, block_hashes(worker.namespace, tokens(seed, 40)))
+
+
+def stored(store, blocks=BLOCKS):
+    worker = Conversation(store)
+    hashes = block_hashes(worker.namespace, tokens(1, blocks))
+    assert store_chain(store, worker.namespace, hashes)
+    return worker, hashes
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("at", [0, 4, BLOCKS - 1], ids=["first", "middle", "last"])
+def test_a_flipped_byte_is_a_miss_and_heals(tmp_path, caplog, position, at):
+    with open_store(tmp_path) as store:
+        worker, hashes = stored(store)
+    flip(tmp_path, hashes[at], position)
+    with open_store(tmp_path) as store:
+        worker = Conversation(store)
+        with caplog.at_level(logging.WARNING):
+            assert load_chain(store, worker.namespace, hashes) == at
+        assert store.status().counters["checksum_failures"] == 1
+        assert f"block={hashes[at][:6].hex()}" in caplog.text
+        assert "checksum" in caplog.text
+        assert worker.match(tokens(1, BLOCKS)).stored_blocks == at
+        assert store.check() == []
+        assert store_chain(store, worker.namespace, hashes)
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+    with open_store(tmp_path) as store:
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+        assert "checksum_failures" not in store.status().counters
+
+
+def test_a_byte_that_is_flipped_while_the_store_runs_is_a_miss_and_heals(tmp_path, caplog):
+    with open_store(tmp_path) as store:
+        worker, hashes = stored(store)
+        push_out(store, worker)
+        flip(tmp_path, hashes[3], 77)
+        assert load_chain(store, worker.namespace, hashes) == 3
+        assert store.status().counters["checksum_failures"] == 1
+        assert store_chain(store, worker.namespace, hashes)
+        push_out(store, worker)
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+
+
+@hypothesis_settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    position=st.integers(0, SIZE - 1), at=st.integers(0, BLOCKS - 1), codec=st.sampled_from(["raw", "zstd"])
+)
+def test_no_flipped_byte_is_ever_delivered(tmp_path_factory, position, at, codec):
+    path = tmp_path_factory.mktemp("flip")
+    with open_store(path, codec=codec) as store:
+        worker = Conversation(store)
+        hashes = block_hashes(worker.namespace, tokens(1, BLOCKS))
+        store_chain(store, worker.namespace, hashes, compressible=True)
+        index = store._store._index
+        length = index.length[index.find(hashes[at])]
+        place = index.place[index.find(hashes[at])]
+        out = bytearray(length)
+        store._store._disk._payloads[SIZE].read_into(place, length, memoryview(out))
+    with open(payload_file(path), "r+b") as file:
+        start = file.read().find(bytes(out))
+        file.seek(start + position * length // SIZE)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0xFF]))
+    with open_store(path, codec=codec) as store:
+        worker = Conversation(store)
+        reached = load_chain(store, worker.namespace, hashes, compressible=True)
+        # Only padding behind a zstd frame may be anything.
+        assert reached == at or (codec == "zstd" and reached == BLOCKS)
+        assert store_chain(store, worker.namespace, hashes, compressible=True)
+        assert load_chain(store, worker.namespace, hashes, compressible=True) == BLOCKS
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["running", "stopped"])
+@pytest.mark.parametrize("damage", ["truncate", "empty", "delete"])
+def test_a_payload_file_that_is_cut_or_gone_is_a_miss_and_heals(tmp_path, caplog, running, damage):
+    caplog.set_level(logging.WARNING)
+    store = open_store(tmp_path)
+    worker, hashes = stored(store)
+    if running:
+        push_out(store, worker)
+    else:
+        store.close()
+    if damage == "delete":
+        payload_file(tmp_path).unlink()
+    else:
+        os.truncate(payload_file(tmp_path), 40960 if damage == "truncate" else 0)
+    if not running:
+        store = open_store(tmp_path)
+        worker = Conversation(store)
+    with store:
+        reached = load_chain(store, worker.namespace, hashes)
+        assert reached < BLOCKS
+        counters = store.status().counters
+        assert counters.get("checksum_failures", 0) + counters.get("lost_payloads", 0) > 0
+        assert "truncated or deleted" in caplog.text or "payloads_lost" in caplog.text
+        assert store.check() == []
+        assert store_chain(store, worker.namespace, hashes)
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+        push_out(store, worker)
+    with open_store(tmp_path) as store:
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+
+
+def test_a_catalogue_that_is_gone_leaves_an_empty_store_without_rubbish(tmp_path):
+    with open_store(tmp_path) as store:
+        worker, hashes = stored(store)
+    (tmp_path / "catalog" / "data.mdb").unlink()
+    with open_store(tmp_path) as store:
+        assert not (tmp_path / "payloads" / str(SIZE)).exists()
+        worker, hashes = stored(store)
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+
+
+def test_a_disk_that_cannot_be_read_now_is_a_miss_and_nothing_is_dropped(tmp_path, caplog):
+    faults = Faults()
+    with open_store(tmp_path, faults) as store:
+        worker, hashes = stored(store)
+        push_out(store, worker)
+        faults.fail_reads = True
+        with caplog.at_level(logging.WARNING):
+            assert load_chain(store, worker.namespace, hashes) == 0
+        assert store.status().counters["read_errors"] > 0
+        assert "read_errors" in caplog.text
+        assert store.check() == []
+        faults.fail_reads = False
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+
+
+def test_blocks_that_cannot_be_freed_are_freed_later(tmp_path):
+    faults = Faults()
+    with open_store(tmp_path, faults) as store:
+        worker, hashes = stored(store)
+    flip(tmp_path, hashes[0], 0)
+    with open_store(tmp_path, faults) as store:
+        worker = Conversation(store)
+        faults.fail_frees = True
+        assert load_chain(store, worker.namespace, hashes) == 0
+        assert not store_chain(store, worker.namespace, hashes)
+        assert store.status().mode == "host_only"
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+        faults.fail_frees = False
+        for seed in itertools.count(2):
+            if store_chain(store, worker.namespace, block_hashes(worker.namespace, tokens(seed, 4))):
+                break
+        assert store.status().mode == "ok"
+    with open_store(tmp_path) as store:
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+
+
+async def opened(path, faults=None):
+    store = await Store.open(settings(path), (faults or Faults()).open)
+    return store, await store.open_namespace(Namespace(layout=SMALL))
+
+
+async def evicted(store, holder, namespace, seed=1, blocks=BLOCKS):
+    """A chain that is on disk only."""
+    hashes = block_hashes(namespace, tokens(seed, blocks))
+    assert await store.durable(await put(store, holder, namespace, hashes))
+    for other in range(100, 103):
+        assert await store.durable(
+            await put(store, holder, namespace, block_hashes(namespace, tokens(other, 40)))
+        )
+    match = store.match(namespace, hashes, 64 * blocks + 1, align=64, store=False)
+    assert match.disk_blocks == blocks
+    return hashes
+
+
+async def drain(stream, hashes):
+    """Leading blocks that come, every byte checked."""
+    reached = None
+    while batch := await stream.next():
+        for index, _ in batch:
+            assert stream.view(index) == content(hashes[index], SIZE)
+        stream.give_back([index for index, _ in batch])
+        reached = batch[-1][0] + 1
+    return reached
+
+
+@in_loop
+async def test_loads_at_the_same_time_read_the_disk_once(tmp_path):
+    faults = Faults()
+    store, namespace = await opened(tmp_path, faults)
+    workers = [store.connect(bytes([n]) * 16, mapped=True) for n in range(3)]
+    hashes = await evicted(store, workers[0], namespace)
+    faults.read_gate.clear()
+    streams = [store.load(worker, namespace, hashes, 0) for worker in workers]
+    tasks = [asyncio.create_task(drain(stream, hashes)) for stream in streams]
+    await until(lambda: faults.reads >= 4)
+    faults.read_gate.set()
+    assert await asyncio.gather(*tasks) == [BLOCKS] * 3
+    for stream in streams:
+        stream.close(returned=True)
+    assert store.counters["disk_read_blocks"] == BLOCKS
+    assert store.check() == []
+    await store.close()
+
+
+@in_loop
+async def test_a_load_that_is_given_up_leaves_its_blocks_to_the_others(tmp_path):
+    faults = Faults()
+    store, namespace = await opened(tmp_path, faults)
+    one, two = (store.connect(bytes([n]) * 16, mapped=True) for n in range(2))
+    hashes = await evicted(store, one, namespace)
+    faults.read_gate.clear()
+    given_up, kept = (store.load(worker, namespace, hashes, 0) for worker in (one, two))
+    step = asyncio.create_task(given_up.next())
+    other = asyncio.create_task(drain(kept, hashes))
+    await until(lambda: faults.reads >= 4)
+    step.cancel()
+    await asyncio.wait({step})
+    given_up.close(returned=False)
+    faults.read_gate.set()
+    assert await other == BLOCKS
+    kept.close(returned=True)
+    assert store.counters["disk_read_blocks"] == BLOCKS
+    assert one.held_bytes == two.held_bytes == 0
+    await until(lambda: store._host.reading() == 0)
+    assert store.check() == []
+    index = store._index
+    assert all(store.arena.holders(index.slot[row]) == 0 for row in index if index.slot[row] >= 0)
+    assert all(index.holds[row] == 0 for row in index)
+    await store.close()
+
+
+@in_loop
+async def test_a_load_with_a_corrupt_middle_ends_there(tmp_path):
+    store, namespace = await opened(tmp_path)
+    worker = store.connect(b"a" * 16, mapped=True)
+    hashes = await evicted(store, worker, namespace, blocks=40)
+    flip(tmp_path, hashes[25], 100)
+    stream = store.load(worker, namespace, hashes, 0)
+    assert await drain(stream, hashes) == 25
+    assert stream.short == 25
+    assert await stream.next() == []
+    stream.close(returned=True)
+    assert worker.held_bytes == 0
+    assert store.check() == []
+    await store.close()
+
+
+@in_loop
+async def test_a_load_that_learns_late_of_a_corrupt_block_spoils_nobodys_healing(tmp_path):
+    faults = Faults()
+    store, namespace = await opened(tmp_path, faults)
+    one, two, healer = (store.connect(bytes([n]) * 16, mapped=True) for n in range(3))
+    hashes = await evicted(store, one, namespace)
+    flip(tmp_path, hashes[0], 0)
+    faults.read_gate.clear()
+    first, second = (store.load(worker, namespace, hashes, 0) for worker in (one, two))
+    quick, slow = asyncio.create_task(first.next()), asyncio.create_task(second.next())
+    await until(lambda: faults.reads >= 4)
+    slow.cancel()  # its worker is not waiting when the read fails
+    await asyncio.wait({slow})
+    faults.read_gate.set()
+    assert await quick == []
+    assert first.short == 0
+    reserved = store.reserve(healer, namespace, ROOT, hashes[:1], 0)
+    assert reserved.states == [ReserveState.FILL]
+    assert await second.next() == []
+    assert second.short == 0
+    store.arena.memory[reserved.offsets[0] : reserved.offsets[0] + SIZE] = content(hashes[0], SIZE)
+    store.commit(healer, reserved.lease, hashes[:1], [])
+    for stream in (first, second):
+        stream.close(returned=True)
+    assert store.check() == []
+    assert await drain(store.load(one, namespace, hashes, 0), hashes) == BLOCKS
+    await store.close()
+
+
+@in_loop
+async def test_a_load_never_announces_a_block_that_another_worker_fills_again(tmp_path):
+    store, namespace = await opened(tmp_path)
+    one, two = (store.connect(bytes([n]) * 16, mapped=True) for n in range(2))
+    hashes = await evicted(store, one, namespace, blocks=40)
+    flip(tmp_path, hashes[30], 0)
+    stream = store.load(one, namespace, hashes, 0)
+    batch = await stream.next()
+    finder = store.load(two, namespace, hashes, 30)
+    assert await finder.next() == []
+    finder.close(returned=True)
+    reserved = store.reserve(two, namespace, hashes[29], hashes[30:31], 0)
+    assert reserved.states == [ReserveState.FILL]
+    stream.give_back([index for index, _ in batch])
+    assert await drain(stream, hashes) == 30
+    assert stream.short == 30
+    stream.close(returned=True)
+    store.release(two, reserved.lease)
+    assert store.check() == []
+    await store.close()
+
+
+@in_loop
+async def test_a_mark_that_is_written_while_its_block_is_lost_is_not_given_to_another_block(tmp_path):
+    faults = Faults()
+    store, namespace = await opened(tmp_path, faults)
+    worker, other = (store.connect(bytes([n]) * 16, mapped=True) for n in range(2))
+    hashes = await evicted(store, worker, namespace, blocks=1)
+    faults.write_gate.clear()
+    lease = store.reserve(worker, namespace, ROOT, hashes, 0).lease
+    store.commit(worker, lease, [], end_of(hashes))
+    store.release(worker, lease)
+    begun = faults.writes
+    await put(store, other, namespace, block_hashes(namespace, tokens(3, 2)))
+    await until(lambda: faults.writes > begun)  # the mark goes along with this batch
+    flip(tmp_path, hashes[0], 9)
+    stream = store.load(worker, namespace, hashes, 0)
+    assert await stream.next() == []
+    stream.close(returned=True)
+    news = block_hashes(namespace, tokens(4, 4))
+    ticket = await put(store, other, namespace, news)
+    faults.write_gate.set()
+    assert await store.durable(ticket)
+    assert store.match(namespace, hashes, 65, align=64, store=False).reason is not MissReason.NONE
+    assert store.check() == []
+    await store.close()
+    store, namespace = await opened(tmp_path)
+    assert store.match(namespace, hashes, 65, align=64, store=False).blocks == 0
+    assert store.match(namespace, news, 257, align=64, store=False).blocks == 4
+    await store.close()
+
+
+# --- directories
+
+
+def test_a_directory_in_use_is_refused_and_names_the_holder(tmp_path):
+    with open_store(tmp_path) as store:
+        worker, hashes = stored(store)
+        with pytest.raises(DataDirInUse, match=str(os.getpid())):
+            open_store(tmp_path)
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+    open_store(tmp_path).close()
+
+
+def test_a_path_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataDirError, match="file"):
+        open_store(tmp_path / "file" / "data")
+
+
+def test_another_format_version_is_refused_and_left_alone(tmp_path):
+    with open_store(tmp_path) as store:
+        worker, hashes = stored(store)
+    with lmdb.open(str(tmp_path / "catalog"), max_dbs=4) as env, env.begin(write=True) as txn:
+        txn.put(b"format", b"99", db=env.open_db(b"info", txn))
+    with pytest.raises(FormatMismatch, match="99"):
+        open_store(tmp_path)
+    with lmdb.open(str(tmp_path / "catalog"), max_dbs=4) as env, env.begin(write=True) as txn:
+        txn.put(b"format", b"1", db=env.open_db(b"info", txn))
+    with open_store(tmp_path) as store:  # the refusal gave the directory up, and changed nothing
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+
+
+def test_a_store_that_cannot_open_gives_the_directory_up(tmp_path):
+    with open_store(tmp_path) as store:
+        stored(store)
+    faults = Faults()
+
+    def refuse(path, map_bytes, first_free):
+        raise DiskError("injected: no payloads")
+
+    faults.inner = refuse
+    with pytest.raises(DiskError, match="injected"):
+        open_store(tmp_path, faults)
+    open_store(tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"disk_bytes": 16 * MIB}, "disk"), ({"disk_bytes": 512 * MIB, "host_bytes": MIB}, "arena")],
+)
+def test_a_tier_smaller_than_a_block_is_refused(tmp_path, changes, said):
+    with open_store(tmp_path, **changes) as store:
+        with pytest.raises(CapacityTooSmall, match=f"(?s){said}.*(raise|give)"):
+            store.open_namespace(Namespace(layout=DEEPSEEK_V3))
+        worker, hashes = stored(store)  # others are served
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+
+
+def test_a_namespace_that_no_longer_fits_is_closed_and_comes_back(tmp_path):
+    wide = SMALL.__class__(num_layers=200, latent_rank=32, rope_dim=16)
+    with open_store(tmp_path, host_bytes=8 * MIB, disk_bytes=64 * MIB) as store:
+        namespace = store.open_namespace(Namespace(layout=wide))
+        hashes = block_hashes(namespace, tokens(1, 3))
+        store_chain(store, namespace, hashes, nbytes=wide.block_bytes)
+        worker, small = stored(store)
+    with open_store(tmp_path, host_bytes=MIB, disk_bytes=64 * MIB) as store:
+        assert load_chain(store, worker.namespace, small) == BLOCKS
+    with open_store(tmp_path, host_bytes=8 * MIB, disk_bytes=64 * MIB) as store:
+        assert load_chain(store, namespace, hashes) == 3
+
+
+def test_a_smaller_disk_is_obeyed_from_the_start(tmp_path):
+    with open_store(tmp_path, disk_bytes=64 * MIB) as store:
+        worker = Conversation(store)
+        chains = [block_hashes(worker.namespace, tokens(seed, 40)) for seed in range(40)]
+        for hashes in chains:
+            store_chain(store, worker.namespace, hashes)
+    with open_store(tmp_path, disk_bytes=16 * MIB) as store:
+        assert store.status().disk.used_bytes <= 16 * MIB
+        assert store.status().counters["disk_evicted_blocks"] > 0
+        assert load_chain(store, worker.namespace, chains[-1]) == 40
+        worker, hashes = stored(store)
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
