@@ -185,7 +185,7 @@ def _report(console: Console, options: Options, results: list[Result], about: di
     how = "SIGKILL" if options.sigkill else "SIGTERM"
     console.print(table(results, f"Time to the first new token, {about['model']}, {mode}"))
     lines = [
-        *(f"Fastest prefill of {result.ways.tokens:,} tokens: {result.prefill.form}." for result in results),
+        *(f"Fastest prefill of {result.ways.tokens:,} tokens: {result.prefill_form}." for result in results),
         f"The daemon was ended by {how} (process {restart.pid_before}) and started again (process"
         f" {restart.pid_after}) before each load from DISK; {restart.dropped}.",
         str(Projection.of(last)),
@@ -212,7 +212,7 @@ def _write(
 
 
 def _sound(results: list[Result], *, exact: bool) -> bool:
-    """Whether nothing was found that must not be: other bits in exact mode, or a control that shows nothing."""
+    """Whether exact answers were exact, the control was seen, and the daemon was another one."""
     return all(
         result.control_changed and result.restarted and (result.identical or not exact) for result in results
     )

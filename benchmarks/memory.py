@@ -30,7 +30,7 @@ def host_available_bytes() -> int:
 
 
 def smaller_host_bytes() -> int | None:
-    """A size for the daemon's arena where its default would take more than half of what is free; else None."""
+    """A size for the arena where its default would take more than half of what is free; else None."""
     free = host_available_bytes()
     return free // 4 if free < 2 * _DEFAULT_HOST else None
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -40,8 +40,7 @@ class Subject:
 
 def load_subject(checkpoint: Path | None, device: str | None) -> Subject:
     """The model of a run. Raises ``BenchmarkError`` for a checkpoint that cannot be used."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # sampling options that a greedy run ignores
     target = _device(device)
     if checkpoint is None:
         return _tiny(target)

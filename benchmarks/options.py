@@ -96,8 +96,8 @@ def _lengths(text: str, least: int) -> tuple[int, ...]:
     lengths = tuple(sorted({int(part) for part in parts}))
     if lengths[0] <= least:
         raise BenchmarkError(
-            f"--tokens {text!r}: of {lengths[0]} tokens nothing can be hit, for hits end at multiples of {least};"
-            f" write {least + 1} or more"
+            f"--tokens {text!r}: of {lengths[0]} tokens nothing can be hit, for hits end at"
+            f" multiples of {least}; write {least + 1} or more"
         )
     return lengths
 

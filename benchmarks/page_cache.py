@@ -21,7 +21,7 @@ class Dropped:
     """What was done, and what mincore(2) says of the files before and after."""
 
     fadvise: bool  # posix_fadvise(DONTNEED) on every file
-    drop_caches: bool  # the whole machine's page cache, for which it takes root
+    drop_caches: bool  # the whole machine's, only where that left some; it takes root
     stored_bytes: int
     cached_before: int
     cached_after: int
@@ -45,10 +45,11 @@ def drop(directory: Path) -> Dropped:
     files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
     before = sum(map(cached_bytes, files))
     advised = [_advise(path) for path in files]
-    dropped = _drop_everything()
+    # The daemon's own code should not become cold too, so this is for what the advice left only.
+    everything = any(map(cached_bytes, files)) and _drop_everything()
     return Dropped(
         fadvise=all(advised),
-        drop_caches=dropped,
+        drop_caches=everything,
         stored_bytes=sum(_data_bytes(path) for path in files),
         cached_before=before,
         cached_after=sum(map(cached_bytes, files)),

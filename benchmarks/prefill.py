@@ -21,8 +21,10 @@ from mla import LatentCache, LatentPool, attach, detach
 from mla.adapters.transformers import cache_argument
 
 CHUNKS = (512, 1024, 2048, 4096)  # tokens; larger ones are tried as long as they help
-PROBE = 4096  # tokens at which every form is tried
-FULL = 16384  # tokens up to which the best form of each engine is tried at full length
+# Lengths in tokens at which the forms for longer documents are picked: an engine whose
+# best is slower than so many times the fastest is not tried on more tokens.
+PROBES = {4096: 3.0, 8192: 1.5}
+PATIENT = 16384  # longest document that is prefilled more than once
 
 
 class Engine(StrEnum):
@@ -69,48 +71,59 @@ class Prefiller:
     def fastest(self, tokens: Tokens) -> Trial:
         """The fastest prefill of a document.
 
-        Every form is tried on its first ``PROBE`` tokens; then the best of each engine on
-        the whole, or on ``FULL`` tokens if it is longer; then the best of these, again.
+        Every form is tried on its first tokens, and the best of each engine on more and
+        more of them while it is in the race: up to the whole document, or if that is
+        longer than ``PATIENT`` only the winner is.
         """
-        best = self._best_of_each(tokens[:PROBE], _forms(len(tokens)))
-        if len(tokens) > PROBE:
-            shorter = tokens[:FULL]
-            best = self._best_of_each(shorter, [trial.form for trial in best])
-            best[0] = self._enlarge(best[0], shorter)
-        return self._again(best[0].form, tokens)
+        forms = _forms(len(tokens))
+        for length, limit in PROBES.items():
+            if length < len(tokens):
+                forms = self._race(forms, tokens[:length], limit)
+        if len(tokens) <= PATIENT:
+            forms = self._race(forms, tokens, 1.0)
+        return self._again(forms[0], tokens)
 
-    def _again(self, form: Form, tokens: Tokens) -> Trial:
-        known = self._known(form, len(tokens))
-        runs = self._repeats - (1 if known else 0) if len(tokens) <= FULL else 1
-        trials = [self._time(form, tokens) for _ in range(runs)]
-        return min([*known, *trials], key=_seconds)
-
-    def _best_of_each(self, tokens: Tokens, forms: Iterable[Form]) -> list[Trial]:
-        """The fastest trial of each engine, fastest first."""
-        trials = [trial for form in forms for trial in self._try(form, tokens)]
-        fastest: dict[Engine, Trial] = {}
-        for trial in sorted(trials, key=_seconds):
-            fastest.setdefault(trial.form.engine, trial)
-        return list(fastest.values())
+    def _race(self, forms: Iterable[Form], tokens: Tokens, limit: float) -> list[Form]:
+        """The best form of each engine within ``limit`` times the fastest, fastest first."""
+        trials = sorted((self._try(form, tokens) for form in forms), key=_seconds)
+        trials.insert(0, self._enlarge(trials[0], tokens))
+        best: dict[Engine, Form] = {}
+        for trial in trials:
+            if trial.seconds <= limit * trials[0].seconds:
+                best.setdefault(trial.form.engine, trial.form)
+        return list(best.values())
 
     def _enlarge(self, best: Trial, tokens: Tokens) -> Trial:
         """Double the chunk for as long as that is faster, if the largest was the best so far."""
         while best.form.chunk >= CHUNKS[-1] and 2 * best.form.chunk <= len(tokens):
             larger = self._try(Form(best.form.engine, 2 * best.form.chunk), tokens)
-            if not larger or larger[0].seconds >= best.seconds:
+            if larger.seconds >= best.seconds:
                 break
-            best = larger[0]
+            best = larger
         return best
+
+    def _again(self, form: Form, tokens: Tokens) -> Trial:
+        form = self._fitting(form, len(tokens))
+        trials = self._known(form, len(tokens))
+        runs = self._repeats if len(tokens) <= PATIENT else 1
+        trials += [self._time(form, tokens) for _ in range(runs - len(trials))]
+        return min(trials, key=_seconds)
 
     def _known(self, form: Form, length: int) -> list[Trial]:
         return [trial for trial in self.trials if (trial.form, trial.tokens) == (form, length)]
 
-    def _try(self, form: Form, tokens: Tokens) -> list[Trial]:
-        """One trial, made now or before; none if its scores would not fit into memory."""
-        if not self._fits(form, len(tokens)):
-            self.skipped.add(f"{form} of {len(tokens):,}: its scores need too much memory")
-            return []
-        return self._known(form, len(tokens))[:1] or [self._time(form, tokens)]
+    def _try(self, form: Form, tokens: Tokens) -> Trial:
+        """A trial, made now or before, of a form or the nearest one that fits into memory."""
+        form = self._fitting(form, len(tokens))
+        known = self._known(form, len(tokens))
+        return known[0] if known else self._time(form, tokens)
+
+    def _fitting(self, form: Form, length: int) -> Form:
+        while not self._fits(form, length):
+            self.skipped.add(f"{form}, of {length:,}: the scores need too much memory")
+            smaller = form.chunk // 2
+            form = Form(form.engine, smaller) if smaller >= CHUNKS[0] else Form(Engine.LATENT, CHUNKS[-1])
+        return form
 
     def _fits(self, form: Form, length: int) -> bool:
         # Stock attention makes the whole matrix of scores, in fp32 and in the model's dtype.

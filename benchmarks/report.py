@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
@@ -31,6 +32,17 @@ class Result:
         """The fastest run of each tier."""
         ways = {"disk": self.ways.disk, "host": self.ways.host, "device": self.ways.device}
         return {name: min(runs, key=lambda run: run.seconds) for name, runs in ways.items()}
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Time of the fastest prefill. That of the run which also stored counts too, if noise made it so."""
+        return min(self.prefill.seconds, self.ways.cold.seconds)
+
+    @property
+    def prefill_form(self) -> str:
+        """What that was."""
+        alone = self.prefill.seconds <= self.ways.cold.seconds
+        return str(self.prefill.form) if alone else "latentkv attention, in the session while it stored"
 
     @property
     def warm(self) -> list[Run]:
@@ -86,40 +98,31 @@ class Projection:
 
 
 def table(results: Iterable[Result], title: str) -> Table:
-    """All lengths and ways, the fastest run of each."""
-    out = Table(title=title, title_style="bold", header_style="bold")
-    out.add_column("tokens", justify="right")
-    out.add_column("way to the first new token")
-    for name in ("time", "against prefill", "hit", "forwarded", "loaded", "load rate"):
+    """All lengths and ways, the fastest run of each. Eighty columns are enough for it."""
+    out = Table(title=title, title_style="bold", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    out.add_column("tokens", justify="right", no_wrap=True)
+    out.add_column("way", no_wrap=True)
+    for name in ("time", "gain", "hit", "computed", "loaded", "GB/s"):
         out.add_column(name, justify="right", no_wrap=True)
-    out.add_column("logits")
+    out.add_column("logits", no_wrap=True)
     for result in results:
-        prefill = result.prefill
-        first = (
-            f"{prefill.tokens:,}",
-            "prefill",
-            _seconds(prefill.seconds),
-            "1.0 x",
-            "0",
-            f"{prefill.tokens:,}",
-        )
-        out.add_row(*first, "", "", "", style="dim")
+        length = f"{result.ways.tokens:,}"
+        out.add_row(length, "prefill", _seconds(result.prefill_seconds), "1.0 x", "0", length, style="dim")
         for name, run in result.best.items():
-            out.add_row(*_row(result, name, run), end_section=name == "device")
+            out.add_row("", *_row(result, name, run), end_section=name == "device")
     return out
 
 
 def _row(result: Result, name: str, run: Run) -> tuple[str, ...]:
     loaded = run.loaded
     return (
-        "",
         name.upper(),
         _seconds(run.seconds),
-        f"{result.prefill.seconds / run.seconds:.1f} x",
+        f"{result.prefill_seconds / run.seconds:.1f} x",
         f"{run.hit:,}",
         f"{run.forwarded:,}",
         f"{loaded.nbytes / 1e6:,.0f} MB" if loaded.nbytes else "",
-        f"{_gb(loaded.rate)} GB/s" if loaded.nbytes else "",
+        _gb(loaded.rate) if loaded.nbytes else "",
         _verdict(run, result.ways.cold),
     )
 
@@ -174,7 +177,7 @@ def _summary(result: Result) -> dict[str, Any]:
         "hit_tokens": best["disk"].hit,
         "miss_tokens": best["disk"].miss,
         "forwarded_tokens": best["disk"].forwarded,
-        "ttft_prefill_s": result.prefill.seconds,
+        "ttft_prefill_s": result.prefill_seconds,
         **{f"ttft_{name}_s": run.seconds for name, run in best.items()},
         "restarted": result.restarted,
     }
@@ -184,7 +187,7 @@ def _details(result: Result) -> dict[str, Any]:
     ways = result.ways
     return {
         **_summary(result),
-        "prefill_form": str(result.prefill.form),
+        "prefill_form": result.prefill_form,
         "fastest_prefill_logit_diff": _difference(result.prefill.logits, ways.cold.logits),
         "cold_and_store": _run_json(ways.cold),
         "disk": [_run_json(run) for run in ways.disk],

@@ -188,6 +188,9 @@ class DiskTier:
         """
         wanted = set(named)
         directory = self._payload_root / str(block_bytes)
+        if _usage(directory) > self._map_bytes:
+            # LMDB files do not shrink, and one that is larger than its map cannot even free pages.
+            _remove(directory, "larger_than_disk_bytes")
         payloads = self._open_payloads(directory, self._map_bytes, max(wanted, default=0) + 1)
         self._payloads[block_bytes] = payloads
         there = set(payloads.places())
@@ -203,11 +206,7 @@ class DiskTier:
             return
         for directory in self._payload_root.iterdir():
             if directory.name.isdecimal() and int(directory.name) not in sizes:
-                log.warning("event=removed_payloads block_bytes=%s reason=no_namespace", directory.name)
-                try:
-                    shutil.rmtree(directory)
-                except OSError as error:
-                    raise DiskError(f"{directory} cannot be removed: {error}; remove it by hand") from error
+                _remove(directory, "no_namespace")
 
     def close(self) -> None:
         """Close the environments and give the directory up."""
@@ -215,3 +214,16 @@ class DiskTier:
             payloads.close()
         self.catalog.close()
         self._lock.close()
+
+
+def _usage(directory: Path) -> int:
+    """Bytes on disk of the files in a directory, which need not exist."""
+    return sum(file.stat().st_blocks * 512 for file in directory.glob("*"))
+
+
+def _remove(directory: Path, reason: str) -> None:
+    log.warning("event=removed_payloads path=%s reason=%s", directory, reason)
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        raise DiskError(f"{directory} cannot be removed: {error}; remove it by hand") from error

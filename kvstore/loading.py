@@ -101,9 +101,11 @@ class LoadStream:
         # Holding later blocks while the next one waits for a slot could leave all loads waiting.
         if not self._live or (self._ahead and self._host.starved):
             return False
-        held = self._lease.holder.held_bytes + len(self._ahead) * self._lease.block_bytes
-        # One block is always allowed, however small the arena is.
-        return not held or held + self._lease.block_bytes <= self._quota
+        # One block is always allowed, however small the arena is and whatever else the worker holds.
+        if not self._ahead and not self._slots:
+            return True
+        ours = (len(self._ahead) + 1) * self._lease.block_bytes
+        return self._lease.holder.held_bytes + ours <= self._quota
 
     def _announce(self) -> list[tuple[int, int]]:
         batch: list[tuple[int, int]] = []

@@ -25,6 +25,7 @@ import numpy as np
 from kvstore.units import UnitKind
 
 NONE = -1  # no row, no slot, no place
+_GROWTH = 256  # rows made at once
 
 
 class BlockState(IntEnum):
@@ -87,7 +88,9 @@ class PrefixIndex:
 
     def add(self, block: bytes, parent: int, namespace: int, depth: int, used: float) -> int:
         """A new row in state ABSENT below ``parent`` (NONE for a first block or an unknown parent)."""
-        row = self._free.pop() if self._free else self._grow()
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
         self._rows[block] = row
         self.hashes[row] = block
         self.state[row] = BlockState.ABSENT
@@ -99,16 +102,17 @@ class PrefixIndex:
             self.children[parent] += 1
         return row
 
-    def _grow(self) -> int:
+    def _grow(self) -> None:
+        first = len(self.hashes)
         for column in (self.parent, self.slot, self.place):
-            column.append(NONE)
+            column.extend([NONE] * _GROWTH)
         for counts in (self.children, self.holds, self.namespace, self.depth, self.length, self.checksum):
-            counts.append(0)
-        self.used.append(0.0)
+            counts.extend([0] * _GROWTH)
+        self.used.extend([0.0] * _GROWTH)
         for flags in (self.state, self.codec, self.kinds):
-            flags.append(0)
-        self.hashes.append(b"")
-        return len(self.hashes) - 1
+            flags.extend(bytes(_GROWTH))
+        self.hashes.extend([b""] * _GROWTH)
+        self._free.extend(range(first + _GROWTH - 1, first - 1, -1))
 
     def adopt(self, row: int, parent: int) -> None:
         """Give a row whose parent was unknown its parent, if it lies one block above."""

@@ -68,7 +68,7 @@ class Reserver:
         above = self._parent_row(space, parent)
         self._check_chain(space, above, hashes)
         now = time.monotonic()
-        lease = lease or self._leases.open(holder, space.id, space.layout.block_bytes, now)
+        lease = lease or self._leases.open(holder, space.id, space.block_bytes, now)
         self._leases.renew(lease, now)
         return self._reserve_chain(space, lease, above, hashes)
 

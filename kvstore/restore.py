@@ -26,7 +26,7 @@ def restore(index: PrefixIndex, disk: DiskTier, spaces: SpaceTable, counters: Co
     for record in disk.catalog.blocks():
         space = spaces.by_id(record.namespace)
         if space is not None:
-            named[space.layout.block_bytes][record.place] = record.hash
+            named[space.block_bytes][record.place] = record.hash
             _add(index, record)
     disk.sweep(spaces.known_sizes)
     for size in spaces.block_sizes():
@@ -36,10 +36,15 @@ def restore(index: PrefixIndex, disk: DiskTier, spaces: SpaceTable, counters: Co
     _restore_units(index, disk)
     _age_like_children(index)
     counters["catalog_skipped"] = disk.catalog.skipped
+    return used_bytes(index, disk, spaces)
+
+
+def used_bytes(index: PrefixIndex, disk: DiskTier, spaces: SpaceTable) -> int:
+    """Bytes on disk of all indexed payloads, counted anew."""
+    lengths = Counter((index.namespace[row], index.length[row]) for row in index if index.place[row] != NONE)
     return sum(
-        disk.stored_bytes(spaces.of(index.namespace[row]).layout.block_bytes, index.length[row])
-        for row in index
-        if index.place[row] != NONE
+        count * disk.stored_bytes(spaces.of(namespace).block_bytes, length)
+        for (namespace, length), count in lengths.items()
     )
 
 

@@ -22,6 +22,7 @@ class Space:
     digest: bytes
     layout: LatentLayout
     slot_class: int
+    block_bytes: int
 
 
 class SpaceTable:
@@ -40,7 +41,8 @@ class SpaceTable:
 
     def admit(self, number: int, namespace: Namespace, digest: bytes) -> Space:
         """Open a catalogued namespace. Raises ``CapacityTooSmall``."""
-        space = Space(number, digest, namespace.layout, self.fit(namespace.layout))
+        layout = namespace.layout
+        space = Space(number, digest, layout, self.fit(layout), layout.block_bytes)
         self._by_digest[digest] = self._by_id[number] = self._by_namespace[namespace] = space
         return space
 
@@ -78,7 +80,7 @@ class SpaceTable:
 
     def block_sizes(self) -> set[int]:
         """Block bytes of the open namespaces."""
-        return {space.layout.block_bytes for space in self._by_id.values()}
+        return {space.block_bytes for space in self._by_id.values()}
 
     def get(self, digest: bytes) -> Space:
         """The open namespace with this digest; ``NamespaceUnknown`` if there is none."""

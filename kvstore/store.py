@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from kvstore.api import Match, Status, TierStatus
+from kvstore.api import Match, MissReason, Status, TierStatus
 from kvstore.arena import Arena, SlotState
 from kvstore.audit import audit
 from kvstore.disk import DiskTier, OpenPayloads
@@ -28,7 +28,7 @@ from kvstore.namespace import Namespace
 from kvstore.payloads.lmdb import LmdbPayloads
 from kvstore.prefix_index import PrefixIndex
 from kvstore.reserving import Reserved, Reserver
-from kvstore.restore import restore
+from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
 from kvstore.spaces import SpaceTable
 from kvstore.units import UnitKind, UnitMark, check_interval
@@ -130,7 +130,7 @@ class Store:
 
     def block_bytes(self, namespace: bytes) -> int:
         """Bytes of a block of an open namespace. Raises ``NamespaceUnknown``."""
-        return self._spaces.get(namespace).layout.block_bytes
+        return self._spaces.get(namespace).block_bytes
 
     def match(
         self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool
@@ -154,6 +154,8 @@ class Store:
                 # With the last stored block, so that it is known how the chain went on.
                 self._ghosts.remember(hashes[max(len(walk.rows) - 1, 0) :])
         self.counters["matches"] += 1
+        if match.reason is not MissReason.NONE:
+            self.counters[f"miss_{match.reason}"] += 1
         return match
 
     def load(self, holder: Holder, namespace: bytes, hashes: Sequence[bytes], first: int) -> LoadStream:
@@ -166,7 +168,7 @@ class Store:
         rows = self._index.walk(space.id, hashes).rows
         now = time.time()
         self._index.touch(rows, now)
-        lease = self._leases.open(holder, space.id, space.layout.block_bytes, time.monotonic())
+        lease = self._leases.open(holder, space.id, space.block_bytes, time.monotonic())
         if rows:
             self._leases.keep_row(lease, rows[-1])
             self._note_use(rows, now)
@@ -277,8 +279,12 @@ class Store:
         )
 
     def check(self) -> list[str]:
-        """Violated invariants of index, arena and leases; empty when sound. For tests."""
-        return audit(self._index, self.arena, self._leases, reading=self._host.reading())
+        """Violated invariants over all tables; empty when sound. For tests."""
+        faults = audit(self._index, self.arena, self._leases, reading=self._host.reading())
+        counted = used_bytes(self._index, self._disk, self._spaces)
+        if counted != self._writer.used_bytes:
+            faults.append(f"{counted} bytes are on disk, {self._writer.used_bytes} counted")
+        return faults
 
     async def close(self) -> bool:
         """Drain: refuse new work, make dirty blocks durable, close. True if all became durable."""

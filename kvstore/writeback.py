@@ -70,7 +70,8 @@ class Writer:
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._stop = asyncio.Event()
+        self._closing = asyncio.Event()  # no more work comes
+        self._stop = asyncio.Event()  # end, done or not
         self._failures = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="latentkv-write")
         self._task: asyncio.Task[None] | None = None
@@ -88,7 +89,7 @@ class Writer:
         return len(self._dirty) + len(self._writing)
 
     def start(self) -> None:
-        """Begin to write; first of all what is too much goes, for the disk may have been given fewer bytes."""
+        """Begin to write. What is too much goes first: the disk may have been given fewer bytes."""
         self._evict(lambda: self.used_bytes <= self._disk.capacity_bytes)
         self._task = asyncio.create_task(self._run())
 
@@ -120,7 +121,7 @@ class Writer:
         """Drop a block from index and tiers; its place on disk is freed behind."""
         index = self._index
         if index.place[row] != NONE:
-            block_bytes = self._space(row).layout.block_bytes
+            block_bytes = self._space(row).block_bytes
             self._freed.append(Freed(index.hashes[row], block_bytes, index.place[row]))
             self.used_bytes -= self._disk.stored_bytes(block_bytes, index.length[row])
             self._wake()
@@ -165,9 +166,14 @@ class Writer:
         except Exception as error:  # a defect below must not end the writing for ever
             log.exception("event=write_failed")
             self._failed(error)
+        await self._pause()
+
+    async def _pause(self) -> None:
+        delay, cut_short = RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS)) - 1], self._closing
+        if self._closing.is_set():
+            delay, cut_short = RETRY_SECONDS[0], self._stop
         with contextlib.suppress(TimeoutError):
-            delay = RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS)) - 1]
-            await asyncio.wait_for(self._stop.wait(), delay)
+            await asyncio.wait_for(cut_short.wait(), delay)
 
     def _recovered(self) -> None:
         if self._failures:
@@ -236,7 +242,7 @@ class Writer:
         return batch
 
     def _make_room(self, batch: dict[int, int]) -> None:
-        block_bytes = self._space(next(iter(batch))).layout.block_bytes
+        block_bytes = self._space(next(iter(batch))).block_bytes
         need = len(batch) * self._disk.stored_bytes(block_bytes, block_bytes)
         limit = self._disk.limit_bytes(block_bytes)
 
@@ -305,7 +311,7 @@ class Writer:
         index = self._index
         index.place[row], index.length[row] = at.place, at.length
         index.codec[row], index.checksum[row] = at.codec, at.checksum
-        self.used_bytes += self._disk.stored_bytes(self._space(row).layout.block_bytes, at.length)
+        self.used_bytes += self._disk.stored_bytes(self._space(row).block_bytes, at.length)
         self._arena.clean(slot)
         self.tickets.settle(row, durable=True)
 
@@ -343,6 +349,7 @@ class Writer:
         if self._uses:
             self._marks |= self._uses
             self._wake()
+        self._closing.set()
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:

@@ -41,7 +41,6 @@ Result = TypeVar("Result")
 
 PREFILL_CHUNK = 512  # tokens
 POOL_TOKENS = 32768
-DROP_SECONDS = 5.0  # how long a request waits for the pool blocks of a store at work
 
 
 @dataclass(slots=True)
@@ -63,6 +62,9 @@ class Session:
     ``exact``: answers are bit-identical with and without a hit (DESIGN section 7): hits and
     stored blocks end at multiples of ``prefill_chunk``, and blocks are shared only with
     sessions of equal numerics. ``store`` may be None: then the pool is the only tier.
+
+    Blocks are named by the weights, config and adapter that the model has now: after a
+    change of these make a new session.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class Session:
         further = -(-decoding.new_tokens // self._block) + 1  # the last block of the prompt, copied
         need = first + (decoding.rows - 1) * further
         if self._queue is not None and self.pool.available < need:
-            self._queue.drop(timeout=DROP_SECONDS)
+            self._queue.drop()
 
     def _load(self, request: _Request, device: Prefix) -> Prefix:
         store, taken = self._store, device.blocks

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import TypeVar
@@ -28,14 +27,40 @@ Result = TypeVar("Result")
 
 RESERVE_BLOCKS = 32  # blocks of one Reserve, and so of one Commit
 RETRY_SECONDS = 0.02
+END_SECONDS = 1.0  # for the thread to notice that it is over
 MAX_TICKETS = 1 << 16  # as many as a store remembers
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    hashes: list[bytes]
-    blocks: list[int]  # pool blocks, one reference each
-    units: dict[int, UnitKind]  # depth in the chain -> kinds
+class _Piece:
+    """Consecutive blocks of a chain, queued or at work. Its pool blocks can be taken away at any time."""
+
+    def __init__(
+        self, pool: LatentPool, hashes: Sequence[bytes], blocks: Sequence[int], units: dict[int, UnitKind]
+    ) -> None:
+        self.hashes = list(hashes)
+        self.units = dict(units)  # depth in the chain -> kinds
+        self._pool = pool
+        self._lock = threading.Lock()  # held while a block is copied, never across a call of the store
+        self._blocks = list(blocks)  # one pool reference each; empty once given up
+        pool.retain(self._blocks)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the pool blocks were taken away."""
+        return not self._blocks
+
+    def copy(self, index: int, out: memoryview) -> bool:
+        """Copy a block's bytes to ``out``; False if the pool blocks were taken away."""
+        with self._lock:
+            if self._blocks:
+                self._pool.read_block(self._blocks[index], out)
+            return bool(self._blocks)
+
+    def give_up(self) -> None:
+        """Give the pool blocks back; waits for the copy of one at most."""
+        with self._lock:
+            blocks, self._blocks = self._blocks, []
+            self._pool.release(blocks)
 
 
 class StoreJob:
@@ -57,11 +82,11 @@ class StoreJob:
 
         Takes a reference of its own to each pool block.
         """
-        self._owner.put(self, _Blocks(list(hashes), list(blocks), dict(units)))
+        self._owner.put(self, hashes, blocks, units)
 
     def finish(self) -> None:
         """No more blocks come."""
-        self._owner.put(self, None)
+        self._owner.end(self)
 
 
 class StoreQueue:
@@ -71,10 +96,10 @@ class StoreQueue:
         self._pool = pool
         self._store = store
         self._deadline = deadline  # seconds that one piece may wait for room
-        self._items: queue.SimpleQueue[tuple[StoreJob, _Blocks | None] | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[tuple[StoreJob, _Piece | None] | None] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._open = 0  # items queued or at work; under _lock
-        self._dropping = False  # give up what is queued; under _lock
+        self._pieces: set[_Piece] = set()  # of these items; under _lock
         self._tickets: list[int] = []  # not asked for durability yet; under _lock
         self._lost = False  # something was not stored since the last flush; under _lock
         self._counters: Counter[str] = Counter()  # under _lock
@@ -86,21 +111,25 @@ class StoreQueue:
         with self._lock:
             return self._counters.copy()
 
-    def _count(self, name: str, times: int = 1) -> None:
-        with self._lock:
-            self._counters[name] += times
-
     def job(self, namespace: bytes) -> StoreJob:
         """A job for one request."""
         return StoreJob(self, namespace)
 
-    def put(self, job: StoreJob, piece: _Blocks | None) -> None:
-        """Queue a piece of a job; None is its end."""
-        if piece is not None:
-            self._pool.retain(piece.blocks)
+    def put(
+        self, job: StoreJob, hashes: Sequence[bytes], blocks: Sequence[int], units: dict[int, UnitKind]
+    ) -> None:
+        """Queue blocks of a job; see ``StoreJob.add``."""
+        piece = _Piece(self._pool, hashes, blocks, units)
         with self._lock:
             self._open += 1
+            self._pieces.add(piece)
         self._items.put((job, piece))
+
+    def end(self, job: StoreJob) -> None:
+        """Queue the end of a job."""
+        with self._lock:
+            self._open += 1
+        self._items.put((job, None))
 
     def note_lost(self) -> None:
         """A request is not stored at all."""
@@ -125,31 +154,24 @@ class StoreQueue:
         with self._lock:
             return self._lock.wait_for(lambda: self._open == 0, timeout)
 
-    def drop(self, timeout: float) -> None:
-        """Give up what is queued, for its pool blocks are needed; waits for the piece at work."""
+    def drop(self) -> None:
+        """Give up what is queued or at work, for its pool blocks are needed. Waits for no store."""
         with self._lock:
-            self._dropping = True
-            self._lock.notify_all()
-        self._wait_empty(timeout)
-        with self._lock:
-            self._dropping = False
+            pieces = list(self._pieces)
+        for piece in pieces:
+            piece.give_up()
 
     def close(self, timeout: float) -> None:
-        """Store what is queued, at most for ``timeout`` seconds, and end the thread."""
-        end = time.monotonic() + timeout
-        if not self._wait_empty(timeout):
-            self.drop(_left(end))
-        self._items.put(None)
-        self._thread.join(_left(end))
+        """Store what is queued, give up what is not stored after ``timeout`` seconds, and end the thread.
 
-    def _attempt(self, verb: str, work: Callable[[], Result]) -> Result | None:
-        """The result, or None and a counter: no failure of the store may end the queue, or its caller."""
-        try:
-            return work()
-        except Exception as error:  # noqa: BLE001 - rule 3: a cache is never in the way
-            self._count(f"{verb}_failed_{type(error).__name__}")
-            log.warning("event=not_stored verb=%s kind=%s reason=%s", verb, type(error).__name__, error)
-            return None
+        A thread that is inside a call of the store by then ends with that call.
+        """
+        if not self._wait_empty(timeout):
+            self.drop()
+        self._items.put(None)
+        self._thread.join(END_SECONDS)
+
+    # --- the thread
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
@@ -162,31 +184,46 @@ class StoreQueue:
                 self._open -= 1
                 self._lock.notify_all()
 
-    def _take(self, job: StoreJob, piece: _Blocks) -> None:
-        end = job.depth + len(piece.hashes)
+    def _attempt(self, verb: str, work: Callable[[], Result]) -> Result | None:
+        """The result, or None and a counter: no failure of the store may end the queue, or its caller."""
         try:
-            if not job.failed:
-                job.failed = not self._attempt("store", partial(self._store_piece, job, piece))
-        finally:
-            self._pool.release(piece.blocks)
+            return work()
+        except Exception as error:  # noqa: BLE001 - rule 3: a cache is never in the way
+            self._count(f"{verb}_failed_{type(error).__name__}")
+            log.warning("event=not_stored verb=%s kind=%s reason=%s", verb, type(error).__name__, error)
+            return None
+
+    def _count(self, name: str, times: int = 1) -> None:
+        with self._lock:
+            self._counters[name] += times
+
+    def _take(self, job: StoreJob, piece: _Piece) -> None:
+        end = job.depth + len(piece.hashes)
+        if not job.failed:
+            job.failed = not self._attempt("store", partial(self._store_piece, job, piece))
+        piece.give_up()
+        with self._lock:
+            self._pieces.discard(piece)
         if job.failed:
             self._count("dropped_blocks", end - job.depth)
             self.note_lost()
 
-    def _store_piece(self, job: StoreJob, piece: _Blocks) -> bool:
+    def _store_piece(self, job: StoreJob, piece: _Piece) -> bool:
         """Store a piece, however often the store has no room for it; False if it was given up."""
         give_up = time.monotonic() + self._deadline
         first, end = job.depth, job.depth + len(piece.hashes)
         while job.depth < end:
-            if self._dropping or time.monotonic() > give_up:
-                self._count("store_dropped" if self._dropping else "store_expired")
+            if piece.given_up:
+                self._count("store_dropped")
+                return False
+            if time.monotonic() > give_up:
+                self._count("store_expired")
                 return False
             if not self._store_some(job, piece, job.depth - first):
-                with self._lock:
-                    self._lock.wait_for(lambda: self._dropping, RETRY_SECONDS)
+                time.sleep(RETRY_SECONDS)
         return True
 
-    def _store_some(self, job: StoreJob, piece: _Blocks, done: int) -> bool:
+    def _store_some(self, job: StoreJob, piece: _Piece, done: int) -> bool:
         """Reserve, fill and commit the next few blocks; False if the chain went on by none."""
         try:
             return self._store_next(job, piece, done)
@@ -196,14 +233,15 @@ class StoreQueue:
             self._store.release(lease)
             return False
 
-    def _store_next(self, job: StoreJob, piece: _Blocks, done: int) -> bool:
+    def _store_next(self, job: StoreJob, piece: _Piece, done: int) -> bool:
         hashes = piece.hashes[done : done + RESERVE_BLOCKS]
         answer = self._store.reserve(job.namespace, job.parent, hashes, lease=job.lease)
         job.lease = answer.lease
         filled: list[bytes] = []
         for at, block in enumerate(answer.blocks):
             if block.data is not None:
-                self._pool.read_block(piece.blocks[done + at], block.data)
+                if not piece.copy(done + at, block.data):
+                    return False
                 filled.append(block.hash)
         # A block that another worker is filling ends the way for now: should that worker
         # die, the block is ours to fill, or else no unit behind it would be whole.

@@ -27,6 +27,7 @@ from kvstore.settings import MIB
 from kvstore.store import Store
 from kvstore.testing.faults import Faults
 from tests.kvstore.blocks import (
+    OTHER,
     SMALL,
     Conversation,
     content,
@@ -459,15 +460,29 @@ def test_a_namespace_that_no_longer_fits_is_closed_and_comes_back(tmp_path):
         assert load_chain(store, namespace, hashes) == 3
 
 
-def test_a_smaller_disk_is_obeyed_from_the_start(tmp_path):
+def test_payloads_larger_than_a_disk_that_shrank_are_given_up(tmp_path):
+    """Their file cannot shrink, so there is no other way to stay within the capacity."""
     with open_store(tmp_path, disk_bytes=64 * MIB) as store:
         worker = Conversation(store)
-        chains = [block_hashes(worker.namespace, tokens(seed, 40)) for seed in range(40)]
-        for hashes in chains:
-            store_chain(store, worker.namespace, hashes)
+        for seed in range(40):
+            store_chain(store, worker.namespace, block_hashes(worker.namespace, tokens(seed, 40)))
+    with open_store(tmp_path, disk_bytes=16 * MIB) as store:
+        assert store.status().counters["lost_payloads"] == 1600
+        worker, hashes = stored(store)
+        assert sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*")) <= 16 * MIB
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+
+
+def test_a_disk_that_shrank_is_obeyed_from_the_start(tmp_path):
+    with open_store(tmp_path, disk_bytes=32 * MIB) as store:
+        worker, wide = Conversation(store), Conversation(store, OTHER)
+        for seed in range(18):
+            store_chain(store, worker.namespace, block_hashes(worker.namespace, tokens(seed, 40)))
+            hashes = block_hashes(wide.namespace, tokens(seed, 12))
+            store_chain(store, wide.namespace, hashes, nbytes=OTHER.block_bytes)
+        assert store.status().disk.used_bytes > 16 * MIB
     with open_store(tmp_path, disk_bytes=16 * MIB) as store:
         assert store.status().disk.used_bytes <= 16 * MIB
         assert store.status().counters["disk_evicted_blocks"] > 0
-        assert load_chain(store, worker.namespace, chains[-1]) == 40
-        worker, hashes = stored(store)
-        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+        assert load_chain(store, wide.namespace, hashes) == 12
+        assert store.check() == []

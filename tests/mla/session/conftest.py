@@ -16,7 +16,7 @@ from kvstore.embedded import Embedded
 from mla.session import Session
 from mla.usage import Generation
 from tests.mla.zoo import build, tokens
-from tests.server.conftest import DaemonProcess, fleet, flags  # noqa: F401 - fixtures
+from tests.server.conftest import flags, fleet  # noqa: F401 - fixtures
 
 MIB = 1 << 20
 
@@ -42,7 +42,9 @@ class Worker:
             )
         usage = answer.usage
         # The last sampled token is never forwarded.
-        assert sum(ids.shape[1] for ids in seen) == usage.prompt_cache_miss_tokens + usage.completion_tokens - 1
+        assert (
+            sum(ids.shape[1] for ids in seen) == usage.prompt_cache_miss_tokens + usage.completion_tokens - 1
+        )
         assert usage.prompt_cache_hit_tokens + usage.prompt_cache_miss_tokens == usage.prompt_tokens
         assert usage.prompt_tokens == len(prompt)
         assert sum(usage.hit_tokens_by_tier.values()) == usage.prompt_cache_hit_tokens
@@ -97,9 +99,3 @@ def embedded(tmp_path: Any) -> Iterator[Callable[..., Embedded]]:
     yield reopen
     for store in opened:
         store.close()
-
-
-def listening(daemon: DaemonProcess, fleet: Any, timeout: float = 30.0) -> KVStore:
-    """A client of a daemon."""
-    client: KVStore = fleet.connect(daemon.url, timeout)
-    return client

@@ -102,7 +102,13 @@ def test_beams_of_a_generation_config_are_beams(worker, model):
 
 @pytest.mark.parametrize(
     "ids",
-    [text(130), tuple(text(130)), np.array(text(130), np.uint16), torch.tensor(text(130)), torch.tensor([text(130)])],
+    [
+        text(130),
+        tuple(text(130)),
+        np.array(text(130), np.uint16),
+        torch.tensor(text(130)),
+        torch.tensor([text(130)]),
+    ],
     ids=["list", "tuple", "array", "flat tensor", "row"],
 )
 def test_token_ids_may_come_in_any_flat_form(ids, worker):

@@ -79,7 +79,7 @@ def test_only_whole_chunks_are_stored_and_nothing_that_decoding_made(model, leng
     turn = prompt + answer.tokens
     assert worker.hit(turn) == 256
     assert worker.session.flush()
-    assert workers(model, store, exact=True).hit(turn[:-7] + [1]) == (length + 193) // 128 * 128
+    assert workers(model, store, exact=True).hit([*turn[:-7], 1]) == (length + 193) // 128 * 128
 
 
 def test_a_prompt_shorter_than_a_chunk_is_not_stored(model, workers, embedded):

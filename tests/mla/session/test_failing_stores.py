@@ -1,6 +1,7 @@
 """Whatever happens to the store, the answer is right: it costs a miss and a counter."""
 
 import signal
+import tempfile
 
 import pytest
 
@@ -17,14 +18,14 @@ PROMPT = text(300)
 
 
 class Around:
-    """A real store, with something happening before or inside one of its verbs."""
+    """A real store, with something happening before the first call of a verb."""
 
     def __init__(self, store: KVStore, **before):
         self._store, self._before = store, before
 
     def __getattr__(self, name):
         if name in self._before:
-            self._before[name]()
+            self._before.pop(name)()
         return getattr(self._store, name)
 
 
@@ -120,7 +121,7 @@ LONG = text(40 * 64 + 5)
 @pytest.fixture
 def client(model, workers, daemon, fleet):
     """A client of a daemon that has LONG on disk."""
-    client = fleet.connect(daemon.url, timeout=5)
+    client = fleet.connect(daemon.url)
     worker = workers(model, client)
     worker.ask(LONG)
     assert worker.session.flush()
@@ -145,7 +146,8 @@ def test_a_daemon_killed_before_any_verb_is_a_miss(verb, model, workers, daemon,
     # Back again, it is of use again.
     daemon.restart()
     worker.session.pool.clear()
-    assert workers(model, client).hit(LONG) == 2560
+    assert worker.hit(LONG) == 2560
+    assert worker.session.flush()
 
 
 class Interrupted(PrefixLoader):
@@ -198,6 +200,21 @@ def test_a_daemon_that_stands_still_is_a_miss(verb, model, workers, daemon, clie
     same(worker.ask(LONG, new=2), long_cold)
     daemon.process.send_signal(signal.SIGCONT)
     assert workers(model, client).hit(LONG) == 2560
+
+
+def test_a_daemon_of_other_data_is_met_with_the_second_request(model, workers, daemon, client, fleet, flags):
+    worker = workers(model, client)
+    assert worker.hit(LONG) == 2560
+    daemon.kill()
+    with tempfile.TemporaryDirectory() as elsewhere:
+        fleet.daemon(*flags(data=elsewhere))
+        worker.session.pool.clear()
+        assert [worker.hit(LONG), worker.hit(LONG)] == [0, 0]
+        assert not worker.session.flush()  # of the first
+        assert worker.hit(LONG) == 2560
+        assert worker.session.flush()
+        assert workers(model, client).hit(LONG) == 2560
+        worker.session.close()
 
 
 def test_a_load_in_the_wrong_order_is_a_miss(model, workers, stored, cold):

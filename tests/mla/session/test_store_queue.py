@@ -16,6 +16,16 @@ from tests.mla.zoo import build
 from tests.server.conftest import start
 
 
+class Delegate:
+    """A real store, of which a subclass changes one verb."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
 @pytest.fixture
 def full(model, embedded):
     """A store of a small arena in which nobody gets a slot until the returned lease is released."""
@@ -46,6 +56,30 @@ def test_they_are_kept_when_the_next_request_shares_their_blocks(model, workers,
     store.release(lease)
     assert worker.session.flush()
     assert store.status().disk.blocks == 700 // 64
+
+
+def test_a_request_that_needs_room_waits_for_no_store(model, workers, embedded):
+    here, on = threading.Event(), threading.Event()
+
+    class Stuck(Delegate):
+        def reserve(self, *args, **kwargs):
+            here.set()
+            assert on.wait(60)
+            return self.store.reserve(*args, **kwargs)
+
+    store = embedded()
+    worker = workers(model, Stuck(store), pool_tokens=1024)
+    worker.ask(text(600))
+    assert here.wait(60)
+    worker.ask(text(900, 1))
+    on.set()
+    assert not worker.session.flush()
+    assert worker.session.counters["store_dropped"] == 1
+    assert worker.session.counters["dropped_blocks"] == 9
+    other = workers(model, store)
+    assert other.hit(text(900, 1)) == 896
+    assert other.session.flush()
+    assert store.status().leases == 0
 
 
 def test_beams_count_when_room_is_made(model, workers, full):

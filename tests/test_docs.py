@@ -1,0 +1,45 @@
+"""The docs name every setting and command, and nothing in them has gone stale."""
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from kvstore.settings import StoreSettings
+from server.cli import app
+from server.config import Config
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_every_setting_is_documented_and_every_documented_setting_exists():
+    table = (ROOT / "docs" / "settings.md").read_text()
+    documented = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert documented == set(Config.model_fields)
+
+
+def test_every_setting_of_the_store_is_a_setting_of_the_daemon():
+    assert set(StoreSettings.__dataclass_fields__) <= set(Config.model_fields)
+
+
+def test_every_command_is_documented_and_every_documented_command_exists():
+    documented = set(
+        re.findall(r"^\| `latentkv ([\w ]+)` \|", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
+    )
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert documented == set(commands)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_modules_exist(page: Path):
+    text = page.read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / link).exists(), link
+    for module in re.findall(r"`((?:kvstore|server|mla|benchmarks)/[\w/]+\.py)`", text):
+        assert (ROOT / module).exists(), module
+
+
+def test_readme_is_short():
+    assert (ROOT / "README.md").read_text().count("\n") < 150
