@@ -313,3 +313,68 @@ async def test_a_mark_on_a_pending_block_that_never_comes_is_not_durable(tmp_pat
     assert [await store.durable(ticket) for ticket in tickets] == [False, False]
     assert store.check() == []
     await store.close()
+
+
+@in_loop
+async def test_a_load_whose_next_block_finds_no_slot_holds_no_later_ones(tmp_path):
+    """Else two loads in a full arena would each hold what the other waits for."""
+    store, namespace = await opened(tmp_path)
+    fillers = [store.connect(bytes([n]) * 16, mapped=True) for n in range(2)]
+    readers = [store.connect(bytes([n]) * 16, mapped=True) for n in range(2, 6)]
+    chains = [block_hashes(namespace, tokens(seed, 16)) for seed in (1, 2)]
+    for hashes in chains:
+        assert await store.durable(await put(store, fillers[0], namespace, hashes))
+    # All slots but 30 are being filled, and those 30 hold all but the first block of both chains.
+    leases = [
+        await fill(store, one, namespace, block_hashes(namespace, tokens(9 + at, 27 + at)))
+        for at, one in enumerate(fillers)
+    ]
+    first = [
+        store.load(reader, namespace, hashes, 1) for reader, hashes in zip(readers, chains, strict=False)
+    ]
+    for stream in first:
+        seen = []
+        while len(seen) < 15:
+            seen += await stream.next()
+    assert store.arena.count(SlotState.CLEAN) == 30
+
+    async def load(holder, hashes):
+        stream = store.load(holder, namespace, hashes, 0)
+        reached = 0
+        while batch := await stream.next():
+            for index, _ in batch:
+                assert stream.view(index) == content(hashes[index], SMALL.block_bytes)
+            reached += len(batch)
+            stream.give_back([index for index, _ in batch])
+        stream.close(returned=True)
+        return reached
+
+    loads = [
+        asyncio.create_task(load(reader, hashes)) for reader, hashes in zip(readers[2:], chains, strict=True)
+    ]
+    await until(lambda: store._host.reading() == 2)
+    for stream in first:
+        stream.close(returned=True)
+    async with asyncio.timeout(20):
+        assert await asyncio.gather(*loads) == [16, 16]
+    for one, lease in zip(fillers, leases, strict=True):
+        store.release(one, lease)
+    assert store.check() == []
+    await store.close()
+
+
+@in_loop
+async def test_a_worker_whose_reservations_use_up_its_quota_can_still_load(tmp_path):
+    store, namespace = await opened(tmp_path)
+    worker, other = workers(store)
+    hashes = block_hashes(namespace, tokens(1, 10))
+    await put(store, other, namespace, hashes)
+    await fill(store, worker, namespace, block_hashes(namespace, tokens(2, QUOTA)))
+    stream = store.load(worker, namespace, hashes, 0)
+    for at in range(10):
+        assert [index for index, _ in await stream.next()] == [at]
+        stream.give_back([at])
+    stream.close(returned=True)
+    store.disconnect(worker)
+    assert store.check() == []
+    await store.close()
