@@ -43,11 +43,16 @@ class TokenCounter:
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """What the loads brought: blocks, bytes, and the time from their start to their end."""
+    """What loads brought: blocks and bytes, and the seconds in which they came.
+
+    ``opening``: seconds before that until the store had opened the stream, which after a
+    restart takes in a new connection and a new mapping of the arena.
+    """
 
     blocks: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    opening: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -68,10 +73,15 @@ class MeteredStore:
         loaded, self.loaded = self.loaded, Transferred()
         return loaded
 
-    def note(self, blocks: int, nbytes: int, seconds: float) -> None:
+    def note(self, load: Transferred) -> None:
         """Add a load that has ended."""
         so_far = self.loaded
-        self.loaded = Transferred(so_far.blocks + blocks, so_far.nbytes + nbytes, so_far.seconds + seconds)
+        self.loaded = Transferred(
+            so_far.blocks + load.blocks,
+            so_far.nbytes + load.nbytes,
+            so_far.seconds + load.seconds,
+            so_far.opening + load.opening,
+        )
 
     def open_namespace(self, namespace: Namespace) -> bytes:
         return self._store.open_namespace(namespace)
@@ -92,7 +102,8 @@ class MeteredStore:
         self, namespace: bytes, hashes: Sequence[bytes], *, first: int = 0, timeout: float = 60.0
     ) -> MeteredLoad:
         start = time.perf_counter()
-        return MeteredLoad(self, self._store.load(namespace, hashes, first=first, timeout=timeout), start)
+        load = self._store.load(namespace, hashes, first=first, timeout=timeout)
+        return MeteredLoad(self, load, time.perf_counter() - start)
 
     def reserve(
         self, namespace: bytes, parent: bytes, hashes: Sequence[bytes], *, lease: int = 0
@@ -118,8 +129,9 @@ class MeteredStore:
 class MeteredLoad:
     """A ``Load`` that tells its store what came through it."""
 
-    def __init__(self, store: MeteredStore, load: Load, start: float) -> None:
-        self._store, self._load, self._start = store, load, start
+    def __init__(self, store: MeteredStore, load: Load, opening: float) -> None:
+        self._store, self._load, self._opening = store, load, opening
+        self._start = time.perf_counter()
         self._blocks = self._bytes = 0
 
     @property
@@ -134,7 +146,8 @@ class MeteredLoad:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._load.__exit__(kind, error, trace)
-        self._store.note(self._blocks, self._bytes, time.perf_counter() - self._start)
+        seconds = time.perf_counter() - self._start
+        self._store.note(Transferred(self._blocks, self._bytes, seconds, self._opening))
 
     def __iter__(self) -> Iterator[list[LoadedBlock]]:
         for batch in self._load:

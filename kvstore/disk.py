@@ -200,6 +200,10 @@ class DiskTier:
             payloads.free(sorted(unnamed))
         return wanted - there
 
+    def missing(self, block_bytes: int, named: Iterable[Place]) -> set[Place]:
+        """Which of these places hold nothing any more, by the payloads' own list. Raises ``DiskError``."""
+        return set(named) - set(self._payloads[block_bytes].places())
+
     def sweep(self, sizes: set[int]) -> None:
         """Remove the payloads of all block sizes but these: no namespace of the catalogue has them."""
         if not self._payload_root.is_dir():

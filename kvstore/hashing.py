@@ -28,7 +28,10 @@ def as_tokens(tokens: Tokens) -> NDArray[np.uint32]:
     Raises ``InvalidTokens`` for an empty prompt and for ids that are no integers,
     negative, or beyond u32.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError) as error:
+        raise InvalidTokens(f"token ids are no flat sequence of integers ({error}); pass one") from None
     if array.ndim != 1:
         raise InvalidTokens(f"token ids have shape {array.shape}; pass one flat sequence")
     if array.size == 0:

@@ -225,6 +225,10 @@ class HostTier:
         """Reads in flight or waiting for a slot."""
         return len(self._reads)
 
+    def is_reading(self, row: int) -> bool:
+        """Whether this block is being read."""
+        return row in self._reads
+
     async def close(self) -> None:
         """End the reads in flight and the threads. Slots that were being read are not used again."""
         tasks = list(self._tasks)

@@ -57,7 +57,7 @@ class Store:
             self._index, arena, self._host, disk, self._spaces, self.counters, policy=settings.policy
         )
         self._host.on_lost = self._writer.settle_lost
-        self._host.on_corrupt = self._writer.free
+        self._host.on_corrupt = self._writer.corrupt
         self._reserver = Reserver(
             self._index,
             self._ghosts,

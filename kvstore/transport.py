@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -16,6 +17,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1 import kvstore_pb2_grpc
 
 _UNIX = "unix://"
+_PROBE_SECONDS = 0.1
 _OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
@@ -64,8 +66,23 @@ class Transport:
             return self._attempt(verb, request, deadline, wait=False)
         except wire.Unreachable:
             # The channel may be in its backoff though the daemon is there again.
-            self._probe(deadline)
+            self._await_ready(deadline)
         return self._attempt(verb, request, deadline, wait=True)
+
+    def _await_ready(self, deadline: float) -> None:
+        """Wait for the channel as long as somebody listens. Raises ``Unreachable`` once nobody does.
+
+        A daemon that was killed may still seem to listen for a moment, so it is asked again and again.
+        """
+        ready = grpc.channel_ready_future(self._channel)
+        try:
+            while time.monotonic() < deadline:
+                self._probe(deadline)
+                with contextlib.suppress(grpc.FutureTimeoutError):
+                    ready.result(timeout=_PROBE_SECONDS)
+                    return
+        finally:
+            ready.cancel()
 
     def _attempt(self, verb: Callable[..., Any], request: Any, deadline: float, *, wait: bool) -> Any:
         try:

@@ -66,6 +66,7 @@ class Writer:
         self._uses: set[int] = set()  # rows whose unit record lacks a use; goes along with the next batch
         self._marking: set[int] = set()  # rows whose unit record is being written; each held
         self._freed: list[Freed] = []  # gone from the index, not yet from the disk
+        self._suspect: set[int] = set()  # block sizes of which a payload was found damaged
         self._writing: dict[int, int] = {}  # row -> slot of the batch at work, both held
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
@@ -131,6 +132,12 @@ class Writer:
         index.lose(row)
         self.settle_lost(row)
 
+    def corrupt(self, row: int) -> None:
+        """A block on disk did not verify: it leaves, and those that are missing altogether will."""
+        self._suspect.add(self._space(row).block_bytes)
+        self.free(row)
+        self._wake()
+
     def settle_lost(self, row: int) -> None:
         """A block or a mark will not become durable."""
         self.tickets.settle(row, durable=False)
@@ -145,7 +152,7 @@ class Writer:
 
     @property
     def _due(self) -> bool:
-        return bool(self._dirty or self._marks or self._freed)
+        return bool(self._dirty or self._marks or self._freed or self._suspect)
 
     async def _run(self) -> None:
         while not self._stop.is_set():
@@ -199,6 +206,7 @@ class Writer:
             if batch:
                 self._make_room(batch)
             dropped = await self._drop_freed()
+            await self._drop_missing()
             return await self._write(batch) or dropped
         except BaseException:
             self._dirty.extendleft(reversed(batch))
@@ -272,6 +280,31 @@ class Writer:
             self._freed = freed + self._freed
             raise
         return True
+
+    async def _drop_missing(self) -> None:
+        """With one payload its whole file may be gone: better known now than block by block."""
+        while self._suspect:
+            size = self._suspect.pop()
+            index = self._index
+            rows = {
+                index.place[row]: row
+                for row in index
+                if index.place[row] != NONE and self._space(row).block_bytes == size
+            }
+            try:
+                missing = await self.in_thread(self._disk.missing, size, rows)
+            except BaseException:
+                self._suspect.add(size)
+                raise
+            # A row may mean another block by now; and what is being read says itself how that ends.
+            lost = [rows[place] for place in missing if index.place[rows[place]] == place]
+            lost = [row for row in lost if self._space(row).block_bytes == size]
+            lost = [row for row in lost if not self._host.is_reading(row)]
+            for row in lost:
+                self.free(row)
+            if lost:
+                self._counters["lost_payloads"] += len(lost)
+                log.error("event=payloads_lost count=%d block_bytes=%d", len(lost), size)
 
     async def _write(self, batch: dict[int, int]) -> bool:
         marking = self._marking = self._take_marks(batch)

@@ -4,13 +4,18 @@ from mla.adapters.transformers import ModelInfo, attach, detach, inspect_model
 from mla.cache import LatentCache
 from mla.errors import PoolFull, Unsupported
 from mla.pool import LatentPool
+from mla.session import Session
+from mla.usage import Generation, Usage
 
 __all__ = [
+    "Generation",
     "LatentCache",
     "LatentPool",
     "ModelInfo",
     "PoolFull",
+    "Session",
     "Unsupported",
+    "Usage",
     "attach",
     "detach",
     "inspect_model",

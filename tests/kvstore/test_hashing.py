@@ -85,3 +85,9 @@ def test_hashes_are_cut_from_a_blob(hashes):
 def test_a_blob_of_no_whole_hashes_is_refused():
     with pytest.raises(InvalidArgument, match="33 bytes"):
         split_hashes(b"x" * 33)
+
+
+@pytest.mark.parametrize("tokens", [[[1, 2], [3]], [1 << 70], [[]]], ids=["ragged", "beyond u64", "nested"])
+def test_what_is_no_flat_sequence_of_integers_is_refused(tokens):
+    with pytest.raises(InvalidTokens):
+        as_tokens(tokens)

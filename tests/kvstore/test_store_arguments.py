@@ -75,7 +75,7 @@ def test_a_block_cannot_be_committed_twice(tmp_path):
     world = World(tmp_path)
     with pytest.raises(NotReserved, match="twice"):
         world.store.commit(world.lease, [world.hashes[4]] * 2)
-    world.store.commit(world.lease, world.hashes[4:6])
+    assert world.store.durable(world.store.commit(world.lease, world.hashes[4:6]))
     before = world.state()
     with pytest.raises(NotReserved, match="committed already"):
         world.store.commit(world.lease, world.hashes[4:])
@@ -107,6 +107,15 @@ def test_an_unknown_lease_is_refused_and_releasing_it_is_ignored(world):
         with pytest.raises(LeaseUnknown, match=str(strange)):
             use()
     world.store.release(strange)
+
+
+def test_a_lease_from_before_a_restart_is_not_taken_for_a_new_one(tmp_path):
+    leases = set()
+    for _ in range(2):
+        with open_store(tmp_path) as store:
+            namespace = store.open_namespace(Namespace(layout=SMALL))
+            leases |= {store.reserve(namespace, ROOT, []).lease for _ in range(3)}
+    assert len(leases) == 6
 
 
 def test_a_lease_cannot_be_used_for_another_namespace(world):

@@ -119,6 +119,15 @@ def test_a_common_prefix_of_chains_that_were_only_seen_becomes_a_unit(rig):
     assert it.next().request(A[:1000] + D[:500]) == 960
 
 
+def test_a_stored_chain_and_one_that_was_only_seen_behind_it_have_a_common_prefix(tmp_path):
+    with open_store(tmp_path) as store:
+        worker = Conversation(store)
+        store_chain(store, worker.namespace, block_hashes(worker.namespace, A[:640]), [])  # no unit
+        store.match(worker.namespace, block_hashes(worker.namespace, A[:640] + B[:500]), 1140, store=True)
+        points = worker.match(A[:640] + C[:500]).persist_points
+        assert [point.tokens for point in points if point.kinds & UnitKind.COMMON_PREFIX] == [640]
+
+
 def test_match_without_the_intent_to_store_changes_nothing(rig):
     it = rig()
     worker = it.next()

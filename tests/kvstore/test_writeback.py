@@ -180,6 +180,30 @@ async def test_a_block_lost_while_host_only_and_sealed_again_is_written_once(tmp
 
 
 @in_loop
+async def test_a_block_that_is_queued_twice_is_held_by_nobody_in_the_end(tmp_path):
+    async with Bench(tmp_path) as it:
+        it.faults.fail_writes = True
+        again = it.hashes(1, 4)
+        await it.put(again)
+        await until(lambda: it.store.status().mode == "host_only")
+        fillers = (it.worker, it.other, it.store.connect(b"c" * 16, mapped=True))
+        leases = [
+            (worker, it.store.reserve(worker, it.namespace, ROOT, it.hashes(seed, 42), 0).lease)
+            for seed, worker in enumerate(fillers, 2)
+        ]
+        assert it.hit(again) == 0  # lost to the slots that are being filled
+        for worker, lease in leases:
+            it.store.release(worker, lease)
+        await it.put(again)
+        it.faults.fail_writes = False
+        await until(lambda: it.store.status().mode == "ok" and not it.store.status().dirty_blocks)
+        index = it.store._index
+        assert it.hit(again) == 4
+        assert all(index.holds[row] == 0 for row in index)
+        assert {it.store.arena.holders(index.slot[row]) for row in index} == {0}
+
+
+@in_loop
 async def test_a_catalogue_that_fails_leaves_no_payload_behind(tmp_path):
     async with Bench(tmp_path) as it:
         assert await it.store.durable(await it.put(it.hashes(1, 4)))
