@@ -65,6 +65,8 @@ class LatentLayout:
         _require("block_tokens", self.block_tokens, 1)
         _require("rope_dim", self.rope_dim, 0)
         _require("first_layer", self.first_layer, 0)
+        for strip in self.strips:
+            _require(f"strip {strip.name!r} nbytes", strip.nbytes, 1)
         if self.block_tokens % 16:
             raise InvalidArgument(f"block_tokens={self.block_tokens} is no multiple of 16")
         if self.dtype is DType.FP8_DS_MLA and self.latent_rank % _DS_MLA_TILE:
@@ -132,15 +134,17 @@ class LatentLayout:
         """
         text = config.get("text_config")
         text = text if isinstance(text, Mapping) else config
-        rank, rope = text.get("kv_lora_rank"), text.get("qk_rope_head_dim")
-        if not rank or rope is None:
+        rank, rope, layers = (
+            text.get(name) for name in ("kv_lora_rank", "qk_rope_head_dim", "num_hidden_layers")
+        )
+        if not rank or rope is None or not layers:
             raise NotMLA(
-                f"model_type {text.get('model_type')!r} has kv_lora_rank={rank!r}, qk_rope_head_dim={rope!r}:"
-                " not an MLA model; use a DeepSeek-, Kimi- or GLM-style MLA checkpoint"
+                f"model_type {text.get('model_type')!r} has kv_lora_rank={rank!r}, qk_rope_head_dim={rope!r},"
+                f" num_hidden_layers={layers!r}: not an MLA model; use a DeepSeek-style one"
             )
         named = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         return cls(
-            num_layers=int(text["num_hidden_layers"]),
+            num_layers=int(layers),
             latent_rank=int(rank),
             rope_dim=int(rope),
             dtype=dtype or _HF_DTYPES.get(named, DType.BF16),

@@ -103,3 +103,10 @@ def test_a_model_without_latents_is_refused_by_name():
 def test_an_unknown_preset_is_refused_with_the_known_ones():
     with pytest.raises(InvalidArgument, match="deepseek-v3"):
         preset("gpt")
+
+
+def test_a_strip_needs_bytes_and_a_config_needs_layers():
+    with pytest.raises(InvalidArgument, match="strip 'keys' nbytes"):
+        LatentLayout(num_layers=1, strips=(Strip("keys", 0),))
+    with pytest.raises(NotMLA, match="num_hidden_layers=None"):
+        LatentLayout.from_hf_config({"kv_lora_rank": 512, "qk_rope_head_dim": 64})
