@@ -44,7 +44,6 @@ Announce = Callable[[str, int], None]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 1 when an exact answer was not exact, 2 on bad input."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the daemon ends too
     try:
         options = parse(arguments)
         return _benchmark(options, Console())
@@ -69,16 +68,7 @@ def _benchmark(options: Options, console: Console) -> int:
         _progress(subject, console) as (counter, say),
     ):
         prefiller = Prefiller(subject, repeats=options.repeats, announce=say)
-        journey = Journey(
-            subject,
-            daemon,
-            exact=options.exact,
-            chunk=options.chunk,
-            sigkill=options.sigkill,
-            repeats=options.repeats,
-            counter=counter,
-            announce=say,
-        )
+        journey = Journey(subject, daemon, options, counter, say)
         results = [
             Result(prefiller.fastest(prompt.tokens[:length]), journey.take(prompt.tokens[:length]))
             for length in options.tokens
@@ -86,8 +76,10 @@ def _benchmark(options: Options, console: Console) -> int:
     about |= {"seconds": time.perf_counter() - started, "peak_memory_bytes": peak_bytes()}
     _report(console, options, results, about)
     _write(console, options, results, prefiller, about)
-    console.print(answers(results[-1], exact=options.exact), style="bold", highlight=False)
-    return 0 if _sound(results, exact=options.exact) else 1
+    unsound = [result for result in results if not _sound(result, exact=options.exact)]
+    for result in [*unsound, results[-1]]:
+        console.print(answers(result, exact=options.exact), style="bold", highlight=False)
+    return 1 if unsound else 0
 
 
 def _require_writable(path: Path | None) -> None:
@@ -111,7 +103,7 @@ def _host_flags(options: Options) -> tuple[list[str], str]:
 
 @contextmanager
 def _place(parent: Path) -> Iterator[Path]:
-    """A data directory for this run, gone afterwards. Its name is short, and not in a tmpfs by default."""
+    """A data directory for this run, gone afterwards. Not in /tmp by default: that may be memory."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         made = tempfile.TemporaryDirectory(prefix="store-", dir=parent.resolve(), ignore_cleanup_errors=True)
@@ -211,12 +203,11 @@ def _write(
         console.print(f"Picture: {options.plot}", highlight=False, soft_wrap=True)
 
 
-def _sound(results: list[Result], *, exact: bool) -> bool:
+def _sound(result: Result, *, exact: bool) -> bool:
     """Whether exact answers were exact, the control was seen, and the daemon was another one."""
-    return all(
-        result.control_changed and result.restarted and (result.identical or not exact) for result in results
-    )
+    return result.control_changed and result.restarted and (result.identical or not exact)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the daemon ends too
     sys.exit(main())

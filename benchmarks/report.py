@@ -131,7 +131,7 @@ def _verdict(run: Run, cold: Run) -> str:
     return (
         "identical"
         if torch.equal(run.logits, cold.logits)
-        else f"within {_difference(run.logits, cold.logits):.2g}"
+        else f"± {_difference(run.logits, cold.logits):.2g}"
     )
 
 
@@ -208,6 +208,7 @@ def _run_json(run: Run) -> dict[str, Any]:
         "hit_tokens_by_tier": {str(tier): tokens for tier, tokens in run.by_tier.items()},
         "loaded_blocks": run.loaded.blocks,
         "loaded_bytes": run.loaded.nbytes,
+        "load_opening_seconds": run.loaded.opening,
         "load_seconds": run.loaded.seconds,
         "load_bytes_per_second": run.loaded.rate,
     }

@@ -19,11 +19,10 @@ from benchmarks.daemon import Daemon
 from benchmarks.documents import Tokens
 from benchmarks.metering import MeteredStore, TokenCounter, Transferred
 from benchmarks.models import Subject
-from benchmarks.options import BenchmarkError
+from benchmarks.options import BenchmarkError, Options
 from benchmarks.page_cache import Dropped, drop
 from kvstore.api import Tier
-from mla import detach
-from mla.session import Session
+from mla import Session, detach
 
 DURABLE_SECONDS = 600.0
 LOAD_SECONDS = 120.0  # for a batch; a miss must not pass for a slow hit
@@ -80,16 +79,11 @@ class Journey:
         self,
         subject: Subject,
         daemon: Daemon,
-        *,
-        exact: bool,
-        chunk: int,
-        sigkill: bool,
-        repeats: int,
+        options: Options,
         counter: TokenCounter,
         announce: Callable[[str, int], None],
     ) -> None:
-        self._subject, self._daemon = subject, daemon
-        self._exact, self._chunk, self._sigkill, self._repeats = exact, chunk, sigkill, repeats
+        self._subject, self._daemon, self._options = subject, daemon, options
         self._counter, self._announce = counter, announce
 
     def take(self, tokens: Tokens) -> Ways:
@@ -110,9 +104,9 @@ class Journey:
         session = Session(
             self._subject.model,
             store,
-            exact=self._exact,
-            prefill_chunk=self._chunk,
-            pool_tokens=tokens + 2 * self._chunk,
+            exact=self._options.exact,
+            prefill_chunk=self._options.chunk,
+            pool_tokens=tokens + 2 * self._options.chunk,
             salt=f"{tokens} tokens",
             load_timeout=LOAD_SECONDS,
             store_deadline=DURABLE_SECONDS,
@@ -128,12 +122,12 @@ class Journey:
         if not session.flush(DURABLE_SECONDS):
             raise BenchmarkError(f"{len(tokens)} tokens did not reach the disk; see {self._daemon.data}.log")
         restarts, disk = [], []
-        for _ in range(self._repeats):
+        for _ in range(self._options.repeats):
             restarts.append(self._restart(store))
             disk.append(self._again(session, store, tokens, Tier.DISK))
         reads = store.status().counters.get("disk_read_blocks", 0)
-        host = [self._again(session, store, tokens, Tier.HOST) for _ in range(self._repeats)]
-        device = [self._again(session, store, tokens, Tier.DEVICE) for _ in range(self._repeats)]
+        host = [self._again(session, store, tokens, Tier.HOST) for _ in range(self._options.repeats)]
+        device = [self._again(session, store, tokens, Tier.DEVICE) for _ in range(self._options.repeats)]
         control, mended = self._control(session, store, tokens)
         return Ways(
             tokens=len(tokens),
@@ -157,7 +151,7 @@ class Journey:
     def _restart(self, store: MeteredStore) -> Restart:
         self._announce("restart the daemon", 0)
         before = self._daemon.pid
-        self._daemon.stop(kill=self._sigkill)
+        self._daemon.stop(kill=self._options.sigkill)
         dropped = drop(self._daemon.data)
         self._daemon.start()
         store.status()  # the client reconnects here, outside of what is timed
@@ -165,7 +159,7 @@ class Journey:
             pid_before=before,
             pid_after=self._daemon.pid,
             ended_by=self._daemon.ended_by,
-            asked_for=-9 if self._sigkill else 0,
+            asked_for=-9 if self._options.sigkill else 0,
             dropped=dropped,
         )
 

@@ -59,7 +59,7 @@ class _Request:
 class Session:
     """One model with a device pool in front of a store. Serves one request at a time.
 
-    ``exact``: answers are bit-identical with and without a hit (DESIGN section 7): hits and
+    ``exact``: answers are bit-identical with and without a hit (ARCHITECTURE.md says how): hits and
     stored blocks end at multiples of ``prefill_chunk``, and blocks are shared only with
     sessions of equal numerics. ``store`` may be None: then the pool is the only tier.
 
