@@ -17,7 +17,8 @@ from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import DType, LatentLayout
 from kvstore.leases import Holder
 from kvstore.namespace import Namespace
-from kvstore.settings import MIB, StoreSettings
+from kvstore.payloads.kinds import OPEN
+from kvstore.settings import MIB, PayloadKind, StoreSettings
 from kvstore.store import Store
 from kvstore.testing.faults import Faults
 from kvstore.units import UnitKind, UnitMark
@@ -25,6 +26,7 @@ from kvstore.units import UnitKind, UnitMark
 SMALL = LatentLayout(num_layers=2, latent_rank=32, rope_dim=16)  # 12,288 bytes
 OTHER = LatentLayout(num_layers=3, latent_rank=32, rope_dim=16, dtype=DType.FP32)  # 36,864 bytes
 RESERVE = 8
+CHOSEN: dict[str, PayloadKind] = {"payloads": "lmdb"}  # by the fixture ``payload_kind``
 DEADLINE = 30.0  # seconds after which a test has failed; nothing is timed by it
 
 
@@ -51,14 +53,19 @@ def tokens(seed: int, blocks: int) -> list[int]:
 
 
 def settings(path: Path, **changes: Any) -> StoreSettings:
-    """A small store in ``path``: 85 SMALL blocks in HOST, about a thousand on DISK."""
+    """A small store in ``path``: 64 SMALL blocks in HOST (85 with slabs), about a thousand on DISK."""
     small: dict[str, Any] = {
         "host_bytes": MIB,
         "disk_bytes": 16 * MIB,
         "interval": 0,
         "lease_seconds": 3600.0,
     }
-    return StoreSettings(data=path, **(small | changes))
+    return StoreSettings(data=path, **(small | CHOSEN | changes))
+
+
+def faulty() -> Faults:
+    """Payloads of the kind under test that fail on demand."""
+    return Faults(OPEN[CHOSEN["payloads"]])
 
 
 def end_of(hashes: Sequence[bytes], kinds: UnitKind = UnitKind.REQUEST_END) -> list[UnitMark]:
@@ -151,7 +158,7 @@ class Conversation:
 
 def open_store(path: Path, faults: Faults | None = None, **changes: Any) -> Embedded:
     """A small embedded store, over failing payloads if asked."""
-    return Embedded(settings(path, **changes), (faults or Faults()).open)
+    return Embedded(settings(path, **changes), (faults or faulty()).open)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -24,6 +24,7 @@ def block(seed: int) -> BlockRecord:
         namespace=rng.randrange(1 << 32),
         depth=rng.randrange(1 << 32),
         place=rng.randrange(1 << 64),
+        page=rng.randrange(1 << 32),
         length=rng.randrange(1 << 40),
         codec=rng.randrange(256),
         checksum=rng.randrange(1 << 64),

@@ -24,6 +24,8 @@ from tests.kvstore.blocks import (
     tokens,
 )
 
+pytestmark = pytest.mark.usefixtures("payload_kind")
+
 A, B, C, D = (tokens(seed, 100) for seed in range(4))
 
 

@@ -11,9 +11,10 @@ from kvstore.hashing import ROOT, block_hashes
 from kvstore.namespace import Namespace
 from kvstore.settings import MIB
 from kvstore.store import Store
-from kvstore.testing.faults import Faults
 from kvstore.units import UnitKind, UnitMark
-from tests.kvstore.blocks import SMALL, content, end_of, fill, in_loop, put, settings, tokens, until
+from tests.kvstore.blocks import SMALL, content, end_of, faulty, fill, in_loop, put, settings, tokens, until
+
+pytestmark = pytest.mark.usefixtures("payload_kind")
 
 END, COMMON = UnitKind.REQUEST_END, UnitKind.COMMON_PREFIX
 
@@ -23,7 +24,7 @@ class Bench:
 
     def __init__(self, path, **changes):
         self.path, self.changes = path, {"drain_seconds": 5.0} | changes
-        self.faults = Faults()
+        self.faults = faulty()
 
     async def __aenter__(self):
         self.store = await Store.open(settings(self.path, **self.changes), self.faults.open)
