@@ -25,6 +25,7 @@ MATCHES = 50  # a round
 WARM_LOADS = 5  # a round
 WRITE_ARENAS = 3
 RAW_BLOCKS = 256  # of one raw measurement, at most
+_LONG, _SHORT = 0, 1  # seeds of the documents that stay
 # Match touches no payload, so a document of small blocks does where the measured one is too short.
 SMALL = LatentLayout(num_layers=1, latent_rank=16, rope_dim=0, dtype=DType.FP8)
 
@@ -46,8 +47,8 @@ class Plan:
 
     @property
     def warm_blocks(self) -> int:
-        """As many as a worker may hold at once, with some room: below half of the arena."""
-        return max(1, min(self.blocks, int(self.arena_bytes * 0.45) // self.block_bytes))
+        """A document that a worker may hold at once, with some room: below half of the arena."""
+        return max(1, int(self.arena_bytes * 0.45) // self.block_bytes)
 
     @property
     def store_blocks(self) -> int:
@@ -67,7 +68,7 @@ class Plan:
     @property
     def disk_bytes(self) -> int:
         """For the daemon: from the third round on, old blocks must go for the new ones."""
-        blocks = self.blocks + 2 * (self.store_blocks + self.write_blocks)
+        blocks = self.blocks + self.warm_blocks + 2 * (self.store_blocks + self.write_blocks)
         return int(blocks * self.block_bytes * 1.1) + (256 << 20)
 
     @property
@@ -168,13 +169,15 @@ class Course:
         self._worker = enter(Worker(self._daemon.url, plan.layout, plan.blocks, device=plan.device))
         self._worker.meet()
         self._prints = self._worker.fingerprints()
-        self._document = self._worker.document(0, plan.blocks)
+        self._document = self._worker.document(_LONG, plan.blocks)
         self._worker.store_durably(self._document)
+        self._short = self._worker.document(_SHORT, plan.warm_blocks)
+        self._worker.store_durably(self._short)
         if plan.blocks >= MATCH_BLOCKS:
             return
         small = enter(Worker(self._daemon.url, SMALL, MATCH_BLOCKS))
         small.meet()
-        small.store_durably(small.document(0, MATCH_BLOCKS))
+        small.store_durably(small.document(_LONG, MATCH_BLOCKS))
         self._matcher = small
 
     @cached_property
@@ -195,13 +198,13 @@ class Course:
         warm_memcpy, warm = self._warm()
         self._restart()
         store_memcpy = [self._memcpy.copy()]
-        fresh = worker.document(2 * number + 1, plan.store_blocks)
+        fresh = worker.document(2 * number + 2, plan.store_blocks)
         seconds, ticket = worker.store(fresh)
         store_memcpy.append(self._memcpy.copy())
         worker.client.durable(ticket, timeout=60)
         raw_write = {depth: self._disk.write(depth) for depth in before}
         write = self._rate(
-            plan.write_blocks, worker.store_durably(worker.document(2 * number + 2, plan.write_blocks))
+            plan.write_blocks, worker.store_durably(worker.document(2 * number + 3, plan.write_blocks))
         )
         raw_write |= {depth: self._disk.write(depth) for depth in after}
         self._note_memory()
@@ -251,15 +254,14 @@ class Course:
             raise BenchmarkError("the loaded bytes are not those that were stored; that is a bug")
 
     def _matches(self) -> list[float]:
-        document = self._matcher.document(0, MATCH_BLOCKS)
+        document = self._matcher.document(_LONG, MATCH_BLOCKS)
         self._matcher.touch(document)
         return [self._matcher.match_seconds(document) for _ in range(MATCHES)]
 
     def _warm(self) -> tuple[list[float], list[float]]:
-        part = self._document[: self._plan.warm_blocks]
-        self._worker.load(part)  # brings it into the arena
+        self._worker.load(self._short)  # brings it into the arena
         memcpy, warm = [], []
         for _ in range(WARM_LOADS):
             memcpy.append(self._memcpy.copy())
-            warm.append(self._rate(len(part), self._worker.load(part)))
+            warm.append(self._rate(len(self._short), self._worker.load(self._short)))
         return memcpy, warm

@@ -90,6 +90,18 @@ class Worker:
             )
         return seconds
 
+    def arrivals(self, hashes: Sequence[bytes]) -> list[float]:
+        """When each block came into the pool, by ``time.monotonic``."""
+        times: list[float] = []
+        with self.client.load(self.namespace, hashes, timeout=PATIENCE) as load:
+            for batch in load:
+                for block in batch:
+                    self._transfer.write([block.index % self.blocks], [block.data])
+                    times.append(time.monotonic())
+        if len(times) != len(hashes):
+            raise BenchmarkError(f"{len(times)} of {len(hashes)} blocks came; look into the daemon's log")
+        return times
+
     def touch(self, hashes: Sequence[bytes]) -> None:
         """Load the last block only: the document was used, and is not the next to be evicted."""
         with self.client.load(self.namespace, hashes, first=len(hashes) - 1, timeout=PATIENCE) as load:

@@ -24,13 +24,20 @@ def violations(path: Path) -> Iterator[str]:
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > FUNCTION_LINES:
                 yield f"{name}:{node.lineno}: {node.name} has {length} lines, at most {FUNCTION_LINES}"
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "hasattr")
+        ):
             yield f"{name}:{node.lineno}: {node.func.id}; name the attribute, or ask the type"
 
 
 def main() -> int:
     modules = [
-        path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if "kvstore/v1" not in str(path)
+        path
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if "kvstore/v1" not in str(path)
     ]
     found = [fault for path in modules for fault in violations(path)]
     print("\n".join(found) or f"{len(modules)} modules keep the house rules")

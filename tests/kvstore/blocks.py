@@ -23,7 +23,7 @@ from kvstore.store import Store
 from kvstore.testing.faults import Faults
 from kvstore.units import UnitKind, UnitMark
 
-SMALL = LatentLayout(num_layers=2, latent_rank=32, rope_dim=16)  # 12,288 bytes
+SMALL = LatentLayout(num_layers=2, latent_rank=32, rope_dim=14)  # 11,776 bytes, and a page is left in no slot
 OTHER = LatentLayout(num_layers=3, latent_rank=32, rope_dim=16, dtype=DType.FP32)  # 36,864 bytes
 RESERVE = 8
 CHOSEN: dict[str, PayloadKind] = {"payloads": "lmdb"}  # by the fixture ``payload_kind``
@@ -53,7 +53,7 @@ def tokens(seed: int, blocks: int) -> list[int]:
 
 
 def settings(path: Path, **changes: Any) -> StoreSettings:
-    """A small store in ``path``: 64 SMALL blocks in HOST (85 with slabs), about a thousand on DISK."""
+    """A small store in ``path``: 85 SMALL blocks in HOST, about a thousand on DISK."""
     small: dict[str, Any] = {
         "host_bytes": MIB,
         "disk_bytes": 16 * MIB,
