@@ -108,7 +108,7 @@ def workplace(parent: Path, need_bytes: int) -> Iterator[Path]:
         free = shutil.disk_usage(directory).free
         if free < need_bytes:
             raise BenchmarkError(
-                f"--data {parent}: {free >> 20} MiB are free and {need_bytes >> 20} needed; measure fewer blocks"
+                f"--data {parent}: {free >> 20} MiB are free, {need_bytes >> 20} needed; measure fewer blocks"
             )
         yield Path(directory)
 

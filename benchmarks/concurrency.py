@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -88,19 +89,23 @@ def _benchmark(options: argparse.Namespace, console: Console) -> None:
     console.print(_table(result))
     write_json(options.json, result)
     if options.plot is not None:
-        rows = result["workers"]
-        draw_lines(
-            {
-                "all workers": [row["gbps"] for row in rows],
-                "fair share": [row["gbps"] / row["workers"] for row in rows],
-                "the worker with the least": [row["least_share"] * row["gbps"] / row["workers"] for row in rows],
-            },
-            [row["workers"] for row in rows],
-            ("workers", "loaded from disk [GB/s]"),
-            options.plot,
-            "Several workers at once",
-            f"{options.layout}, {options.payloads}, {result['about']['cpu']}, {result['about']['cores']} cores",
-        )
+        _draw(result, options.plot)
+
+
+def _draw(result: dict[str, Any], path: Path) -> None:
+    rows, about = result["workers"], result["about"]
+    draw_lines(
+        {
+            "all workers": [row["gbps"] for row in rows],
+            "fair share": [row["gbps"] / row["workers"] for row in rows],
+            "the worker with the least": [row["least_share"] * row["gbps"] / row["workers"] for row in rows],
+        },
+        [row["workers"] for row in rows],
+        ("workers", "loaded from disk [GB/s]"),
+        path,
+        "Several workers at once",
+        f"{about['layout']}, {about['payloads']}, {about['cpu']}, {about['cores']} cores",
+    )
 
 
 def _measure(crowd: Crowd, matcher: Worker, layout: LatentLayout, workers: int, seconds: float) -> Load:

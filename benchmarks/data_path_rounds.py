@@ -148,7 +148,9 @@ class Course:
         plan = self._plan
         need = (plan.blocks + 2 * plan.warm_blocks) * plan.block_bytes + plan.arena_bytes
         if (free := host_available_bytes()) < need:
-            raise BenchmarkError(f"{need >> 20} MiB of memory are needed, {free >> 20} free; measure fewer --blocks")
+            raise BenchmarkError(
+                f"{need >> 20} MiB of memory are needed, {free >> 20} free; measure fewer --blocks"
+            )
         try:
             self._prepare()
         except BaseException:

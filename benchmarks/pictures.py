@@ -36,7 +36,12 @@ def draw_ratios(rounds: Sequence[Round], path: Path, subtitle: str) -> None:
 
 
 def draw_lines(
-    series: Mapping[str, Sequence[float]], x: Sequence[float], labels: tuple[str, str], path: Path, title: str, subtitle: str
+    series: Mapping[str, Sequence[float]],
+    x: Sequence[float],
+    labels: tuple[str, str],
+    path: Path,
+    title: str,
+    subtitle: str,
 ) -> None:
     """Curves over common points; ``labels`` of the axes x and y."""
     figure, axes = _figure(title, subtitle)

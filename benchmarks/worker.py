@@ -40,9 +40,7 @@ class Worker:
         self.namespace = b""
         shape = (layout.num_layers, blocks, layout.block_tokens, layout.entry_bytes)
         noise = torch.empty(shape, dtype=torch.uint8)
-        noise.view(-1).numpy()[:] = np.frombuffer(
-            np.random.default_rng(0).bytes(noise.numel()), np.uint8
-        )
+        noise.view(-1).numpy()[:] = np.frombuffer(np.random.default_rng(0).bytes(noise.numel()), np.uint8)
         self.pool = noise.to(device)
         self._transfer = transfer_for(self.pool)
 
@@ -155,7 +153,11 @@ class Worker:
 
     def _marks(self, hashes: Sequence[bytes], start: int, stop: int) -> list[UnitMark]:
         interval = DEFAULT_INTERVAL // self.layout.block_tokens
-        marks = [UnitMark(hashes[i - 1], UnitKind.INTERVAL) for i in range(start + 1, stop + 1) if i % interval == 0]
+        marks = [
+            UnitMark(hashes[i - 1], UnitKind.INTERVAL)
+            for i in range(start + 1, stop + 1)
+            if i % interval == 0
+        ]
         if stop == len(hashes):
             marks.append(UnitMark(hashes[-1], UnitKind.REQUEST_END))
         return marks
