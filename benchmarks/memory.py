@@ -38,3 +38,15 @@ def smaller_host_bytes() -> int | None:
 def peak_bytes() -> int:
     """The most memory that this process has taken so far, the arena that it maps included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def private_bytes(pid: int) -> int:
+    """Resident memory of a process without what it shares, such as an arena."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has taken so far, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -23,9 +23,10 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from kvstore.errors import CapacityTooSmall, InvalidArgument
+from kvstore.extents import Extent, ExtentTable
 from kvstore.memory import allocate_shared, lock_in_memory
+from kvstore.payloads.direct import PAGE_BYTES, Run
 
-PAGE_BYTES = 4096  # alignment of slots: what direct reads and CUDA registration need
 DEFAULT_EXTENT_BYTES = 64 << 20
 NO_OWNER = -1
 
@@ -48,33 +49,17 @@ class Taken(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Extent:
-    start: int  # first page
-    pages: int
-    cls: int = -1  # -1: belongs to nobody
-    cut: int = 0  # slots handed out at least once; those behind are not cut yet
-    returned: list[int] = field(default_factory=list)  # cut and FREE again
-    used: int = 0  # slots that are not FREE
-    clean: int = 0  # of these, CLEAN and not held
-    dirty: int = 0  # of these, DIRTY and not held
-    stamp: int = 0  # last use of any of its slots
-
-    def evictable(self, dirty: bool) -> bool:
-        return self.used == self.clean + (self.dirty if dirty else 0)
-
-
-@dataclass(slots=True, eq=False)
 class _Class:
     nbytes: int
     pages: int
-    open: dict[int, _Extent] = field(default_factory=dict)  # by start: those with a FREE slot
+    open: dict[int, Extent] = field(default_factory=dict)  # by start: those with a FREE slot
     clean: OrderedDict[int, _Slot] = field(default_factory=OrderedDict)  # not held; least recent first
     dirty: OrderedDict[int, _Slot] = field(default_factory=OrderedDict)  # the same, DIRTY
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    extent: _Extent
+    extent: Extent
     owner: int
     state: SlotState = SlotState.FILLING
     holders: int = 1
@@ -89,21 +74,16 @@ class Arena:
     that is not FILLING, raises ``InvalidArgument`` and changes nothing.
     """
 
-    def __init__(self, nbytes: int, extent_bytes: int = DEFAULT_EXTENT_BYTES) -> None:
+    def __init__(self, nbytes: int, extent_bytes: int = DEFAULT_EXTENT_BYTES, *, lead: int = 0) -> None:
         self.nbytes = nbytes - nbytes % PAGE_BYTES
+        self.lead = lead  # bytes before the block in its slot
         extent_pages = extent_bytes // PAGE_BYTES
         if self.nbytes <= 0 or extent_pages <= 0:
             raise CapacityTooSmall(f"arena of {nbytes} bytes: give it {PAGE_BYTES} host bytes or more")
         self.fd, self._map = allocate_shared(self.nbytes)
         self.pinned = lock_in_memory(self._map)
         self.memory = memoryview(self._map)  # all of it, writable
-        pages = self.nbytes // PAGE_BYTES
-        self._extents = [
-            _Extent(start, min(extent_pages, pages - start)) for start in range(0, pages, extent_pages)
-        ]
-        self._unowned = dict.fromkeys(self._extents)
-        # Extents with an owner, least recently used first: where other classes look for room.
-        self._recent: OrderedDict[int, _Extent] = OrderedDict()
+        self._extents = ExtentTable(self.nbytes // PAGE_BYTES, extent_pages)
         self._classes: list[_Class] = []
         self._slots: dict[int, _Slot] = {}
         self._counts: Counter[SlotState] = Counter()  # FREE is not kept here
@@ -120,8 +100,8 @@ class Arena:
                 return number
         if nbytes_block <= 0:
             raise InvalidArgument(f"a block of {nbytes_block} bytes; it needs at least one")
-        made = _Class(nbytes_block, -(-nbytes_block // PAGE_BYTES))
-        largest = max(extent.pages for extent in self._extents)
+        made = _Class(nbytes_block, -(-(self.lead + nbytes_block) // PAGE_BYTES))
+        largest = self._extents.largest
         if made.pages > largest:
             raise CapacityTooSmall(
                 f"a block of {nbytes_block} bytes does not fit into the host arena ({self.nbytes} bytes,"
@@ -160,7 +140,8 @@ class Arena:
             return ()
         order = mine.dirty if dirty else mine.clean
         victim = next(iter(order), None)
-        extent = self._reclaimable(cls, order[victim].stamp if victim is not None else self._clock + 1, dirty)
+        before = order[victim].stamp if victim is not None else self._clock + 1
+        extent = self._extents.reclaimable(cls, mine.pages, before, dirty=dirty)
         if extent is not None:
             step = self._classes[extent.cls].pages
             cut = range(extent.start, extent.start + extent.cut * step, step)
@@ -170,23 +151,11 @@ class Arena:
     def _adopt(self, cls: int) -> bool:
         """Give an extent without owner to the class, if one is large enough."""
         mine = self._classes[cls]
-        extent = next((e for e in self._unowned if e.pages >= mine.pages), None)
+        extent = self._extents.adopt(cls, mine.pages)
         if extent is None:
             return False
-        self._unowned.pop(extent)
-        extent.cls = cls
         mine.open[extent.start] = extent
-        self._recent[extent.start] = extent
         return True
-
-    def _reclaimable(self, cls: int, before: int, dirty: bool) -> _Extent | None:
-        """The least recently used extent of another class that can be emptied, if used ``before``."""
-        for extent in self._recent.values():
-            if extent.stamp >= before:
-                return None
-            if extent.cls != cls and extent.evictable(dirty) and extent.pages >= self._classes[cls].pages:
-                return extent
-        return None
 
     def _hand_out(self, cls: int, owner: int) -> int:
         mine = self._classes[cls]
@@ -267,8 +236,8 @@ class Arena:
         self._enter_order(slot, found)
 
     def _stamp(self, found: _Slot) -> None:
-        self._clock = found.stamp = found.extent.stamp = self._clock + 1
-        self._recent.move_to_end(found.extent.start)
+        self._clock = found.stamp = self._clock + 1
+        self._extents.use(found.extent, self._clock)
 
     # A slot is in exactly one of its class's orders if it is not held and CLEAN or DIRTY; the
     # extent counts them. Every change of state or holders happens between leaving and entering.
@@ -301,26 +270,25 @@ class Arena:
         extent.returned.append(slot)
         mine.open[extent.start] = extent
         if extent.used == 0:
-            self._release(extent)
+            del mine.open[extent.start]
+            self._extents.release(extent)
         return found.owner
-
-    def _release(self, extent: _Extent) -> None:
-        """An extent without a used slot belongs to nobody, so any class may have it next."""
-        del self._classes[extent.cls].open[extent.start]
-        del self._recent[extent.start]
-        extent.cls, extent.cut = -1, 0
-        extent.returned.clear()
-        self._unowned[extent] = None
 
     def view(self, slot: int) -> memoryview:
         """The slot's bytes, writable, exactly one block long. Valid while the slot is held."""
         found = self._require(slot, "view", *SlotState)
-        start = slot * PAGE_BYTES
+        start = self.offset(slot)
         return self.memory[start : start + self._classes[found.extent.cls].nbytes]
 
+    def run(self, slot: int) -> Run:
+        """The slot's whole pages with the block in them, for direct I/O. Valid while the slot is held."""
+        found = self._classes[self._require(slot, "run", *SlotState).extent.cls]
+        start = slot * PAGE_BYTES
+        return Run(self.memory[start : start + found.pages * PAGE_BYTES], self.lead, found.nbytes)
+
     def offset(self, slot: int) -> int:
-        """Bytes from the start of the arena to the slot."""
-        return slot * PAGE_BYTES
+        """Bytes from the start of the arena to the slot's block."""
+        return slot * PAGE_BYTES + self.lead
 
     def state(self, slot: int) -> SlotState:
         """FREE for every id that is not in use."""
@@ -345,7 +313,7 @@ class Arena:
     def count(self, state: SlotState) -> int:
         """Number of slots in a state; FREE counts those in extents that have a class."""
         if state is SlotState.FREE:
-            owned = self._recent.values()
+            owned = self._extents.owned
             return sum(e.pages // self._classes[e.cls].pages - e.used for e in owned)
         return self._counts[state]
 
@@ -364,13 +332,11 @@ class Arena:
             problems.append(f"counts by state are {self._counts}")
         if self._used_pages != sum(self._classes[found.extent.cls].pages for _, found in slots):
             problems.append(f"used pages are {self._used_pages}")
-        if [e.stamp for e in self._recent.values()] != sorted(e.stamp for e in self._extents if e.cls >= 0):
-            problems.append("extents are out of order of use")
-        return problems
+        return problems + self._extents.check()
 
-    def _extent_problems(self, extent: _Extent) -> Iterator[str]:
+    def _extent_problems(self, extent: Extent) -> Iterator[str]:
         inside = {slot: found for slot, found in self._slots.items() if found.extent is extent}
-        if (extent.cls < 0) != (extent in self._unowned) or (extent.cls < 0) != (not inside):
+        if (extent.cls < 0) != (not inside):
             yield f"extent {extent.start} of class {extent.cls} has {len(inside)} used slots"
         if extent.cls < 0:
             return

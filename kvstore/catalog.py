@@ -27,7 +27,7 @@ from xxhash import xxh3_64_intdigest
 from kvstore.errors import DataDirError, DataDirInUse, DataDirReadOnly, DiskError, FormatMismatch
 from kvstore.hashing import HASH_BYTES
 from kvstore.namespace import DIGEST_BYTES
-from kvstore.payloads.lmdb import LmdbDamaged, LmdbFile
+from kvstore.payloads.lmdb_file import LmdbDamaged, LmdbFile
 
 FORMAT_VERSION = 1  # of the whole data directory
 SECRET_BYTES = 32
@@ -38,7 +38,7 @@ _ID = struct.Struct("<I")
 _CHECK = struct.Struct("<Q")
 
 # The stored form of a record: key, then the packed fields, then the checksum of both.
-_BLOCK = struct.Struct(f"<{HASH_BYTES}sIIQQBQd")
+_BLOCK = struct.Struct(f"<{HASH_BYTES}sIIQIQBQd")
 _UNIT = struct.Struct("<IIIddQ")
 BLOCK_DTYPE = np.dtype(
     [
@@ -47,6 +47,7 @@ BLOCK_DTYPE = np.dtype(
         ("namespace", "<u4"),
         ("depth", "<u4"),
         ("place", "<u8"),
+        ("page", "<u4"),
         ("length", "<u8"),
         ("codec", "u1"),
         ("checksum", "<u8"),
@@ -63,7 +64,8 @@ class BlockRecord:
     parent: bytes
     namespace: int  # id from ``add_namespace``
     depth: int  # blocks of the chain up to and with this one
-    place: int
+    place: int  # key of the payload
+    page: int  # where it starts in its file, 0 if unknown
     length: int  # stored (encoded) bytes
     codec: int
     checksum: int
@@ -76,6 +78,7 @@ class BlockRecord:
             self.namespace,
             self.depth,
             self.place,
+            self.page,
             self.length,
             self.codec,
             self.checksum,
@@ -205,6 +208,15 @@ class Catalog:
                     self._file.grow(2 * self._env.info()["map_size"])
         except (lmdb.Error, OSError, LmdbDamaged) as error:
             raise DiskError(f"catalogue of {self._path}: {error}; nothing was changed") from error
+
+    def claim(self, name: str, value: str) -> str:
+        """The value under ``name``, which is ``value`` if there was none. Raises ``DiskError``."""
+        key = b"claim/" + name.encode()
+        for found, known in self._scan(self._info):
+            if found == key:
+                return known.decode(errors="replace")
+        self._write(lambda txn: txn.put(key, value.encode(), db=self._info))
+        return value
 
     def tenant_secret(self, tenant: str) -> bytes:
         """The 32 random bytes of this tenant, made on first use. Raises ``DiskError``."""

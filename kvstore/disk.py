@@ -10,34 +10,32 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 
 from kvstore.catalog import BlockRecord, Catalog, UnitRecord, lock_directory
-from kvstore.codec import Encoded, codec_by_id, codec_by_name
-from kvstore.errors import CorruptBlock, DiskError
+from kvstore.codec import codec_by_id, codec_by_name
+from kvstore.errors import CorruptBlock, DiskError, FormatMismatch
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
-from kvstore.payloads import Payloads, Place
-from kvstore.payloads.lmdb import LmdbPayloads
+from kvstore.payloads import OpenPayloads, Payloads, Place
+from kvstore.payloads.direct import Run
+from kvstore.payloads.kinds import LEAD, OPEN
 from kvstore.settings import StoreSettings
 
 log = logging.getLogger(__name__)
 
 BATCH_BLOCKS = 32
 
-OpenPayloads = Callable[[Path, int, Place], Payloads]
-"""Opens the payloads in a directory: (directory, bytes at most, first place that may be given out)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """Where a payload lies, and what proves it."""
 
-    place: int
+    place: Place
     length: int  # stored bytes
     codec: int
     checksum: int  # xxh3-64 of the raw block
@@ -52,7 +50,7 @@ class NewBlock:
     namespace: int
     depth: int
     used: float
-    data: memoryview
+    data: Run
 
     def record(self, at: Stored) -> BlockRecord:
         """Its catalogue record once it lies somewhere."""
@@ -61,7 +59,8 @@ class NewBlock:
             parent=self.parent,
             namespace=self.namespace,
             depth=self.depth,
-            place=at.place,
+            place=at.place.key,
+            page=at.place.page,
             length=at.length,
             codec=at.codec,
             checksum=at.checksum,
@@ -75,27 +74,38 @@ class Freed:
 
     hash: bytes
     block_bytes: int
-    place: int
+    place: int  # its key
 
 
 class DiskTier:
     """Catalogue and payloads. Reads come from several threads, writes from one at a time."""
 
-    def __init__(self, settings: StoreSettings, open_payloads: OpenPayloads = LmdbPayloads) -> None:
+    def __init__(self, settings: StoreSettings, open_payloads: OpenPayloads | None = None) -> None:
         self._payload_root = settings.data / "payloads"
         self._lock = lock_directory(settings.data)
         try:
             self.catalog = Catalog.open(settings.data / "catalog", settings.catalog_bytes)
+            self._require_kind(settings)
         except BaseException:
             self._lock.close()
             raise
+        self.lead = LEAD[settings.payloads]
         self.readers = settings.readers
         self._codec = codec_by_name(settings.codec)
         self._map_bytes = settings.payload_bytes
-        self._open_payloads = open_payloads
+        self._open_payloads = open_payloads or OPEN[settings.payloads]
         self._payloads: dict[int, Payloads] = {}
-        # Places that were written and then not named, still to be freed: block bytes -> places.
-        self._unnamed: defaultdict[int, list[Place]] = defaultdict(list)
+        # Places that were written and then not named, still to be freed: block bytes -> keys.
+        self._unnamed: defaultdict[int, list[int]] = defaultdict(list)
+
+    def _require_kind(self, settings: StoreSettings) -> None:
+        found = self.catalog.claim("payloads", settings.payloads)
+        if found != settings.payloads:
+            self.catalog.close()
+            raise FormatMismatch(
+                f"data directory {settings.data} holds {found} payloads, not {settings.payloads};"
+                f" start with payloads={found}, or remove the directory (it is a cache)"
+            )
 
     def batch_blocks(self, block_bytes: int) -> int:
         """How many blocks of this size are written together."""
@@ -125,17 +135,26 @@ class DiskTier:
         """Bytes of disk that a payload of ``length`` bytes takes."""
         return self._payloads[block_bytes].stored_bytes(length)
 
-    def read(self, layout: LatentLayout, stored: Stored, out: memoryview) -> None:
+    def read(self, layout: LatentLayout, stored: Stored, out: Run) -> None:
         """Read a payload into ``out`` and verify it. Raises ``CorruptBlock`` or ``DiskError``."""
+        try:
+            self._read_once(layout, stored, out)
+        except CorruptBlock:
+            if not stored.place.page:
+                raise
+            # Perhaps only the page number is wrong: the slow way needs none.
+            self._read_once(layout, replace(stored, place=Place(stored.place.key)), out)
+
+    def _read_once(self, layout: LatentLayout, stored: Stored, out: Run) -> None:
         codec = codec_by_id(stored.codec)
         payloads = self._payloads[layout.block_bytes]
         if codec.in_place:  # straight into the slot
-            payloads.read_into(stored.place, layout.block_bytes, out)
+            payloads.read_into(stored.place, out)
         else:
-            encoded = memoryview(bytearray(stored.length))
-            payloads.read_into(stored.place, stored.length, encoded)
-            codec.decode_into(encoded, out, layout.dtype.itemsize)
-        found = xxhash.xxh3_64_intdigest(out)
+            encoded = Run.fresh(self.lead, stored.length)
+            payloads.read_into(stored.place, encoded)
+            codec.decode_into(encoded.payload, out.payload, layout.dtype.itemsize)
+        found = xxhash.xxh3_64_intdigest(out.payload)
         if found != stored.checksum:
             raise CorruptBlock(
                 f"place {stored.place}: checksum {found:016x}, expected {stored.checksum:016x}"
@@ -149,28 +168,32 @@ class DiskTier:
         All or nothing: raises ``DiskError``, and then no block is named.
         """
         self._free_unnamed()
-        encoded = [self._codec.encode(block.data, layout.dtype.itemsize) for block in blocks]
-        checksums = [xxhash.xxh3_64_intdigest(block.data) for block in blocks]
-        places = self._write_payloads(layout.block_bytes, encoded)
+        encoded = [self._encode(layout, block) for block in blocks]
+        checksums = [xxhash.xxh3_64_intdigest(block.data.payload) for block in blocks]
+        runs = [run for run, _ in encoded]
+        places = self._payloads[layout.block_bytes].write(runs) if runs else []
         stored = [
-            Stored(place, memoryview(item.data).nbytes, item.codec_id, checksum)
-            for place, item, checksum in zip(places, encoded, checksums, strict=True)
+            Stored(place, run.length, codec, checksum)
+            for place, (run, codec), checksum in zip(places, encoded, checksums, strict=True)
         ]
         records = [block.record(at) for block, at in zip(blocks, stored, strict=True)]
         try:
             self.catalog.commit(blocks=records, units=units)
         except BaseException:
             # Freed by the next write, for what has just failed would probably fail again.
-            self._unnamed[layout.block_bytes] += places
+            self._unnamed[layout.block_bytes] += [place.key for place in places]
             raise
         return stored
 
-    def _write_payloads(self, block_bytes: int, encoded: Sequence[Encoded]) -> list[Place]:
-        return self._payloads[block_bytes].write([item.data for item in encoded]) if encoded else []
+    def _encode(self, layout: LatentLayout, block: NewBlock) -> tuple[Run, int]:
+        encoded = self._codec.encode(block.data.payload, layout.dtype.itemsize)
+        if codec_by_id(encoded.codec_id).in_place:  # the slot itself is written
+            return block.data, encoded.codec_id
+        return Run.of(self.lead, encoded.data), encoded.codec_id
 
     def _free_unnamed(self) -> None:
-        for block_bytes, places in list(self._unnamed.items()):
-            self._payloads[block_bytes].free(places)
+        for block_bytes, keys in list(self._unnamed.items()):
+            self._payloads[block_bytes].free(keys)
             del self._unnamed[block_bytes]
 
     def drop(self, freed: Sequence[Freed]) -> None:
@@ -180,10 +203,10 @@ class DiskTier:
         for size in {item.block_bytes for item in freed}:
             self._payloads[size].free([item.place for item in freed if item.block_bytes == size])
 
-    def reclaim(self, block_bytes: int, named: Iterable[Place]) -> set[Place]:
+    def reclaim(self, block_bytes: int, named: Iterable[int]) -> set[int]:
         """Open the payloads of a block size and free those that no record names.
 
-        Returns the named places that are not there. One environment for each size, since
+        Returns the named keys that are not there. One environment for each size, since
         equal sizes keep LMDB's free list from fragmenting. Raises ``DiskError``.
         """
         wanted = set(named)
@@ -191,18 +214,14 @@ class DiskTier:
         if _usage(directory) > self._map_bytes:
             # LMDB files do not shrink, and one that is larger than its map cannot even free pages.
             _remove(directory, "larger_than_disk_bytes")
-        payloads = self._open_payloads(directory, self._map_bytes, max(wanted, default=0) + 1)
+        first = max(wanted, default=0) + 1
+        payloads = self._open_payloads(directory, self._map_bytes, block_bytes, first)
         self._payloads[block_bytes] = payloads
-        there = set(payloads.places())
-        unnamed = there - wanted
-        if unnamed:
-            log.info("event=reclaimed_payloads count=%d block_bytes=%d", len(unnamed), block_bytes)
-            payloads.free(sorted(unnamed))
-        return wanted - there
+        return payloads.retain(wanted)
 
-    def missing(self, block_bytes: int, named: Iterable[Place]) -> set[Place]:
-        """Which of these places hold nothing any more, by the payloads' own list. Raises ``DiskError``."""
-        return set(named) - set(self._payloads[block_bytes].places())
+    def missing(self, block_bytes: int, named: Iterable[int]) -> set[int]:
+        """Which of these keys hold nothing any more, by the payloads' own word. Raises ``DiskError``."""
+        return self._payloads[block_bytes].missing(named)
 
     def sweep(self, sizes: set[int]) -> None:
         """Remove the payloads of all block sizes but these: no namespace of the catalogue has them."""

@@ -16,12 +16,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvstore.api import LoadedBlock, Match, MissReason, Reservation, ReservedBlock, ReserveState, Status
-from kvstore.disk import OpenPayloads
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.layout import BLOCK_TOKENS
 from kvstore.loading import LoadStream
 from kvstore.namespace import Namespace
-from kvstore.payloads.lmdb import LmdbPayloads
+from kvstore.payloads import OpenPayloads
 from kvstore.settings import StoreSettings
 from kvstore.store import Reserved, Store
 from kvstore.units import UnitMark
@@ -36,7 +35,7 @@ CALL_SECONDS = 30.0  # bound of the verbs that wait for nothing but the loop
 class Embedded:
     """A ``KVStore`` that owns its data directory. Thread-safe; close it, or use it as a context."""
 
-    def __init__(self, settings: StoreSettings, open_payloads: OpenPayloads = LmdbPayloads) -> None:
+    def __init__(self, settings: StoreSettings, open_payloads: OpenPayloads | None = None) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="latentkv-loop", daemon=True)
         self._thread.start()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from kvstore.arena import Arena
 from kvstore.disk import DiskTier, Stored
 from kvstore.errors import CorruptBlock, DiskError
+from kvstore.payloads import Place
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex
 from kvstore.spaces import SpaceTable
 
@@ -169,10 +170,12 @@ class HostTier:
     async def _read_into(self, row: int, slot: int) -> CorruptBlock | DiskError | None:
         index = self._index
         layout = self._spaces.of(index.namespace[row]).layout
-        stored = Stored(index.place[row], index.length[row], index.codec[row], index.checksum[row])
+        stored = Stored(
+            Place(index.place[row], index.page[row]), index.length[row], index.codec[row], index.checksum[row]
+        )
         try:
             await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._disk.read, layout, stored, self._arena.view(slot)
+                self._threads, self._disk.read, layout, stored, self._arena.run(slot)
             )
         except (CorruptBlock, DiskError) as error:
             return error

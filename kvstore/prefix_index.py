@@ -68,7 +68,8 @@ class PrefixIndex:
         self.namespace = array("i")
         self.depth = array("i")  # blocks up to and with this one
         self.slot = array("i")
-        self.place = array("q")
+        self.place = array("q")  # key of the payload
+        self.page = array("I")  # where it starts in its file, 0 if unknown
         self.length = array("I")  # stored bytes on disk
         self.codec = bytearray()
         self.checksum = array("Q")  # xxh3-64 of the raw block; valid with a place
@@ -106,7 +107,15 @@ class PrefixIndex:
         first = len(self.hashes)
         for column in (self.parent, self.slot, self.place):
             column.extend([NONE] * _GROWTH)
-        for counts in (self.children, self.holds, self.namespace, self.depth, self.length, self.checksum):
+        for counts in (
+            self.children,
+            self.holds,
+            self.namespace,
+            self.depth,
+            self.page,
+            self.length,
+            self.checksum,
+        ):
             counts.extend([0] * _GROWTH)
         self.used.extend([0.0] * _GROWTH)
         for flags in (self.state, self.codec, self.kinds):

@@ -60,7 +60,8 @@ def _add(index: PrefixIndex, record: BlockRecord) -> None:
     else:
         index.adopt(row, parent)
     index.state[row] = BlockState.PRESENT
-    index.place[row], index.length[row] = record.place, record.length
+    index.place[row], index.page[row] = record.place, record.page
+    index.length[row] = record.length
     index.codec[row], index.checksum[row] = record.codec, record.checksum
     index.used[row] = record.used
 

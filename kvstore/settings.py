@@ -14,6 +14,7 @@ MIB = 1 << 20
 
 Policy = Literal["unit", "block"]
 CodecName = Literal["raw", "zstd"]
+PayloadKind = Literal["lmdb", "slab"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,11 @@ class StoreSettings:
     interval: int = DEFAULT_INTERVAL  # tokens between interval units; 0 is off
     policy: Policy = "unit"
     codec: CodecName = "raw"
+    payloads: PayloadKind = "lmdb"
     ghost_bytes: int = 64 * MIB  # RAM for chains that were seen and are not stored
     lease_seconds: float = 60.0
     drain_seconds: float = 30.0  # how long closing may take to make blocks durable
-    readers: int = 4  # threads that read payloads
+    readers: int = 8  # threads that read payloads
 
     def __post_init__(self) -> None:
         check_interval(self.interval)
@@ -40,6 +42,8 @@ class StoreSettings:
             raise InvalidArgument(f"policy={self.policy!r}: use 'unit' or 'block'")
         if self.codec not in ("raw", "zstd"):
             raise InvalidArgument(f"codec={self.codec!r}: use 'raw' or 'zstd'")
+        if self.payloads not in ("lmdb", "slab"):
+            raise InvalidArgument(f"payloads={self.payloads!r}: use 'lmdb' or 'slab'")
         for name, value, least in (
             ("host_bytes", self.host_bytes, MIB),
             ("disk_bytes", self.disk_bytes, 16 * MIB),

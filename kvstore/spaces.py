@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from kvstore.arena import PAGE_BYTES, Arena
+from kvstore.arena import Arena
 from kvstore.disk import DiskTier
 from kvstore.errors import CapacityTooSmall, InvalidArgument, NamespaceUnknown
 from kvstore.layout import LatentLayout
 from kvstore.namespace import DIGEST_BYTES, Namespace
+from kvstore.payloads.direct import PAGE_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from kvstore.api import Match, MissReason, Status, TierStatus
 from kvstore.arena import Arena, SlotState
 from kvstore.audit import audit
-from kvstore.disk import DiskTier, OpenPayloads
+from kvstore.disk import DiskTier
 from kvstore.errors import InvalidArgument, Unavailable
 from kvstore.ghosts import GhostList
 from kvstore.hashing import HASH_BYTES
@@ -25,7 +25,7 @@ from kvstore.leases import Holder, Lease, LeaseTable
 from kvstore.loading import LoadStream
 from kvstore.matching import Matcher, Prompt
 from kvstore.namespace import Namespace
-from kvstore.payloads.lmdb import LmdbPayloads
+from kvstore.payloads import OpenPayloads
 from kvstore.prefix_index import PrefixIndex
 from kvstore.reserving import Reserved, Reserver
 from kvstore.restore import restore, used_bytes
@@ -72,7 +72,7 @@ class Store:
         self._closing = False
 
     @classmethod
-    async def open(cls, settings: StoreSettings, open_payloads: OpenPayloads = LmdbPayloads) -> Store:
+    async def open(cls, settings: StoreSettings, open_payloads: OpenPayloads | None = None) -> Store:
         """Open or create the store of a data directory.
 
         Raises ``DataDirInUse``, ``DataDirReadOnly``, ``FormatMismatch`` and other kinds of
@@ -80,7 +80,7 @@ class Store:
         """
         disk = await asyncio.to_thread(DiskTier, settings, open_payloads)
         try:
-            arena = await asyncio.to_thread(Arena, settings.host_bytes)
+            arena = await asyncio.to_thread(Arena, settings.host_bytes, lead=disk.lead)
         except BaseException:
             disk.close()
             raise

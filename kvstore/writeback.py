@@ -342,7 +342,8 @@ class Writer:
 
     def _written(self, row: int, slot: int, at: Stored) -> None:
         index = self._index
-        index.place[row], index.length[row] = at.place, at.length
+        index.place[row], index.page[row] = at.place
+        index.length[row] = at.length
         index.codec[row], index.checksum[row] = at.codec, at.checksum
         self.used_bytes += self._disk.stored_bytes(self._space(row).block_bytes, at.length)
         self._arena.clean(slot)
@@ -357,7 +358,7 @@ class Writer:
             namespace=index.namespace[row],
             depth=index.depth[row],
             used=index.used[row],
-            data=self._arena.view(slot),
+            data=self._arena.run(slot),
         )
 
     def _unit_record(self, row: int) -> UnitRecord:

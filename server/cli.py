@@ -39,10 +39,13 @@ def serve(
     interval: Annotated[str | None, _flag("Tokens between interval units; 0 is off. [2048]")] = None,
     policy: Annotated[str | None, _flag("What can be hit: unit or block. [unit]")] = None,
     codec: Annotated[str | None, _flag("How blocks are written: raw or zstd. [raw]")] = None,
+    payloads: Annotated[
+        str | None, _flag("Where blocks lie: lmdb, or slab for heavy writing. [lmdb]")
+    ] = None,
     ghost_bytes: Annotated[str | None, _flag("RAM for chains seen and not stored. [64MiB]")] = None,
     lease_seconds: Annotated[str | None, _flag("Life of an unused lease. [60]")] = None,
     drain_seconds: Annotated[str | None, _flag("Deadline for what is unwritten at the end. [30]")] = None,
-    readers: Annotated[str | None, _flag("Threads that read blocks. [4]")] = None,
+    readers: Annotated[str | None, _flag("Threads that read blocks. [8]")] = None,
     log_level: Annotated[str | None, _flag("debug, info, warning or error. [info]")] = None,
     config: Annotated[str | None, _flag("TOML file with these settings; also LATENTKV_CONFIG.")] = None,
 ) -> None:
@@ -59,6 +62,7 @@ def serve(
         "interval": interval,
         "policy": policy,
         "codec": codec,
+        "payloads": payloads,
         "ghost_bytes": ghost_bytes,
         "lease_seconds": lease_seconds,
         "drain_seconds": drain_seconds,

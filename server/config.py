@@ -22,7 +22,7 @@ from pydantic_settings import (
 )
 
 from kvstore.errors import InvalidArgument, KVStoreError
-from kvstore.settings import CodecName, Policy, StoreSettings
+from kvstore.settings import CodecName, PayloadKind, Policy, StoreSettings
 from kvstore.units import DEFAULT_INTERVAL
 
 ENV_PREFIX = "LATENTKV_"
@@ -84,10 +84,11 @@ class Config(BaseSettings):
     interval: int = DEFAULT_INTERVAL
     policy: Policy = "unit"
     codec: CodecName = "raw"
+    payloads: PayloadKind = "lmdb"
     ghost_bytes: ByteSize = ByteSize(64 << 20)
     lease_seconds: float = 60.0
     drain_seconds: float = Field(default=30.0, gt=0)
-    readers: int = 4
+    readers: int = 8
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @property
@@ -104,6 +105,7 @@ class Config(BaseSettings):
             interval=self.interval,
             policy=self.policy,
             codec=self.codec,
+            payloads=self.payloads,
             ghost_bytes=int(self.ghost_bytes),
             lease_seconds=self.lease_seconds,
             drain_seconds=self.drain_seconds,

@@ -8,48 +8,61 @@ it does not name is free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
-Place = int  # names one payload, 1 or more; never given out twice in the life of a store
-ReadableBuffer = bytes | bytearray | memoryview
+from kvstore.payloads.direct import Run
+
+
+class Place(NamedTuple):
+    """Where a payload lies."""
+
+    key: int  # names it
+    page: int = 0  # the page of its file that it starts in, for stores that read by it; 0 is unknown
 
 
 class Payloads(Protocol):
     """Durable block bytes.
 
-    ``write`` and ``free`` are called by one thread at a time, ``read_into`` by any
+    ``write``, ``free``, ``retain`` and ``missing`` are called by one thread at a time, ``read_into`` by any
     number of threads, also beside them.
     """
 
-    def write(self, items: Sequence[ReadableBuffer]) -> list[Place]:
-        """Store each item; returns their places in order, durable (flushed) on return.
+    lead: int
+    """Bytes before a payload in its first page; slots of the arena leave the same, for direct reads."""
+
+    def write(self, items: Sequence[Run]) -> list[Place]:
+        """Store each item's payload; returns their places in order, durable (flushed) on return.
 
         All or nothing: ``DiskError`` (full, failing) leaves nothing stored. The items
-        are the caller's again on return; their bytes must not change before.
+        are the caller's again on return; their payloads must not change before.
         """
 
-    def read_into(self, place: Place, length: int, out: memoryview) -> None:
-        """Copy the ``length`` bytes stored at ``place`` to the start of ``out`` (writable, contiguous).
+    def read_into(self, place: Place, run: Run) -> None:
+        """Fill ``run.payload`` with the ``run.length`` bytes stored at ``place``.
 
-        Raises ``CorruptBlock`` when the payload is missing or of another length, and
-        ``DiskError`` when it could not be read now; ``out`` may then hold anything.
-        Bytes damaged at rest are returned as they are: the caller's checksum decides.
-        ``out`` is not kept.
+        Raises ``CorruptBlock`` when the payload is found to be missing or of another length,
+        and ``DiskError`` when it could not be read now; the run's pages may then hold anything.
+        What is not the payload may be returned (damaged at rest, a wrong page): the caller's
+        checksum decides. With ``page=0`` the slower way is taken that needs no page number.
         """
 
-    def free(self, places: Sequence[Place]) -> None:
+    def free(self, keys: Sequence[int]) -> None:
         """Forget these payloads, durably; their bytes on disk serve the next writes.
 
-        Unknown places are ignored, so a repetition does no harm. The caller makes sure
-        that nobody reads them any more. After ``DiskError`` some may be freed: call it again later.
+        Unknown keys are ignored, so a repetition does no harm. The caller makes sure
+        that nobody reads them any more. Raises ``DiskError``; then call it again later.
         """
 
-    def places(self) -> Iterator[Place]:
-        """Every stored place in rising order, without touching a payload's pages.
+    def retain(self, named: Iterable[int]) -> set[int]:
+        """Free all payloads but these; returns those of them that are not there.
 
-        Raises ``DiskError``. Not a snapshot: writes and frees during the iteration may or may not show.
+        Called once, before anything else; touches no payload's pages. Raises ``DiskError``.
         """
+
+    def missing(self, keys: Iterable[int]) -> set[int]:
+        """Those of these payloads that are not there; touches no payload's pages. Raises ``DiskError``."""
 
     def stored_bytes(self, length: int) -> int:
         """Bytes that a payload of ``length`` bytes takes on disk, page rounding and headers included."""
@@ -59,3 +72,7 @@ class Payloads(Protocol):
 
     def close(self) -> None:
         """Give up the files. No other call may be running or follow; a second ``close`` does nothing."""
+
+
+OpenPayloads = Callable[[Path, int, int, int], Payloads]
+"""Opens the payloads of a directory: (directory, bytes at most, block bytes, first key to give out)."""

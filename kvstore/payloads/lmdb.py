@@ -11,24 +11,27 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import numpy as np
 
 from kvstore.errors import CorruptBlock, DiskError, InvalidArgument
-from kvstore.payloads import Place, ReadableBuffer
+from kvstore.payloads import Place
+from kvstore.payloads.direct import PAGE_BYTES, DirectFile, Run, make_directory
+from kvstore.payloads.lmdb_file import LmdbDamaged, LmdbFile
 
 _log = logging.getLogger(__name__)
 
 _KEY = struct.Struct(">Q")
 _NEXT_KEY = _KEY.pack(0)  # holds the next place, so that freeing the last payload does not lose it
-# Header in front of a payload's first page: 16 bytes in the 0.9 engine, 24 in 1.0. The larger of
-# the two keeps ``stored_bytes`` an upper bound whichever engine wrote the file.
-_PAGE_HEADER = 24
+# Header in front of a payload in its first page, by the engine's major version. The larger of the
+# two keeps ``stored_bytes`` an upper bound whichever engine wrote the file.
+_PAGE_HEADERS = {0: 16, 1: 24}
+_PAGE_HEADER = max(_PAGE_HEADERS.values())
 # LMDB needs pages to free pages (copy-on-write, free list records), and those freed come back two
 # commits later. Writes leave this share of the map untouched, so that ``free`` never finds it full.
 _RESERVE_SHARE = 64
@@ -36,98 +39,21 @@ _RESERVE_PAGES = 16
 # A commit lists the pages it freed (8 bytes each) in one run of pages, which must be found in a
 # full map where no free run is longer than a payload: so the list has to be much shorter than that.
 _FREED_A_TXN = 64
-_MAX_READERS = 1024
 _KEYS_A_TXN = 4096  # a long read transaction would keep freed pages from being used again
 
 _BROKEN = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError)
 
 
-class LmdbDamaged(Exception):
-    """An LMDB data file is shorter than the tree inside it."""
+@dataclass(frozen=True, slots=True)
+class _Environment:
+    """One data file, as LMDB sees it and for reads that pass it by."""
 
-
-class LmdbFile:
-    """One LMDB environment whose data file always covers its whole map.
-
-    LMDB reads through a mapping, and touching one past the end of its file kills the
-    process with SIGBUS. So the file is stretched to the map's size once (sparse, it
-    takes no space), and a file that is shorter than that was truncated by somebody.
-    Pages that come back as zeros are found by LMDB itself (``CorruptedError``).
-    """
-
-    def __init__(self, path: Path, map_bytes: int, names: Sequence[str]) -> None:
-        """Open or create the environment in directory ``path`` and the databases ``names`` in it.
-
-        Raises ``lmdb.Error``, ``OSError``, and ``LmdbDamaged`` for a file cut short.
-        """
-        self.path = path
-        self.env = lmdb.open(
-            str(path),
-            map_size=map_bytes,
-            readahead=False,
-            max_readers=_MAX_READERS,
-            max_dbs=len(names),
-            mode=0o700,
-        )
-        self._fd = -1
-        self._whole = True
-        try:
-            self._fd = os.open(path / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
-            self.page_bytes = self.env.stat()["psize"]
-            self._stretch(map_bytes)
-            self.db: dict[str, Any] = {name: self.env.open_db(name.encode()) for name in names}
-            _sync_directory(path)
-            _sync_directory(path.parent)
-        except BaseException:
-            self.close()
-            raise
-
-    def _stretch(self, map_bytes: int) -> None:
-        size = os.fstat(self._fd).st_size
-        needed = (self.env.info()["last_pgno"] + 1) * self.page_bytes
-        if size < needed:
-            raise LmdbDamaged(f"{self.path / 'data.mdb'} has {size} of {needed} bytes")
-        self._size = max(size, map_bytes)
-        os.ftruncate(self._fd, self._size)
-
-    def grow(self, map_bytes: int) -> None:
-        """Enlarge the map. No transaction may be open. Raises ``lmdb.Error`` and ``OSError``."""
-        self.env.set_mapsize(map_bytes)
-        self._stretch(map_bytes)
-
-    def whole(self) -> bool:
-        """Whether the file was never seen truncated or deleted; a truncated one is stretched again.
-
-        Asked before each use of the map. What is cut off between the question and the
-        use can still kill; only reads that bypass the map would be safe from that.
-        """
-        stat = os.fstat(self._fd)
-        if stat.st_size < self._size:
-            os.ftruncate(self._fd, self._size)
-        if self._whole and (stat.st_size < self._size or stat.st_nlink == 0):
-            self._whole = False
-            _log.warning("%s was truncated or deleted while open", self.path / "data.mdb")
-        return self._whole
-
-    def file_bytes(self) -> int:
-        """Bytes that the data file takes on disk (a sparse file's size says nothing)."""
-        return os.fstat(self._fd).st_blocks * 512
+    file: LmdbFile
+    direct: DirectFile
 
     def close(self) -> None:
-        """Close the environment; a second call does nothing."""
-        self.env.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def _sync_directory(path: Path) -> None:
-    # A new file's name is durable only when its directory is.
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        self.direct.close()
+        self.file.close()
 
 
 class LmdbPayloads:
@@ -138,36 +64,42 @@ class LmdbPayloads:
     deleted, its tree broken) is replaced by an empty one and counted in ``replaced``:
     its payloads are then missing, and the next writes heal them.
     Raises ``DiskError`` when the files cannot be opened.
+
+    A value never moves until it is deleted, so its page in the file is noted once it is
+    committed, and reads go past LMDB's map: direct I/O into the arena.
     """
 
-    def __init__(self, path: Path, map_bytes: int, first_free: Place = 1) -> None:
+    lead = _PAGE_HEADERS.get(lmdb.version()[0], _PAGE_HEADER)
+
+    def __init__(self, path: Path, map_bytes: int, first_free: int = 1) -> None:
         if map_bytes < 1 << 20:
             raise InvalidArgument(f"map_bytes={map_bytes} is below 1 MiB; give the disk tier more")
         self._path = path
         self._map_bytes = map_bytes
-        self._retired: list[LmdbFile] = []  # closed at the end: readers may still be inside
+        self._retired: list[_Environment] = []  # closed at the end: readers may still be inside
         self.replaced = 0
         try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._file, last = self._open_or_replace()
+            self._env, last = self._open_or_replace()
         except (lmdb.Error, OSError) as error:
             raise DiskError(f"payloads in {path} cannot be opened: {error}") from error
         self._next = max(first_free, last + 1, 1)
-        self._page = self._file.page_bytes
+        self._page = self._env.file.page_bytes
         pages = map_bytes // self._page
         self._limit_pages = pages - max(pages // _RESERVE_SHARE, _RESERVE_PAGES)
 
-    def _open_or_replace(self) -> tuple[LmdbFile, Place]:
+    def _open_or_replace(self) -> tuple[_Environment, int]:
         try:
             return self._open()
         except (*_BROKEN, LmdbDamaged) as error:
             self._discard(error)
             return self._open()
 
-    def _open(self) -> tuple[LmdbFile, Place]:
+    def _open(self) -> tuple[_Environment, int]:
+        make_directory(self._path)  # also if somebody removed it meanwhile
         file = LmdbFile(self._path, self._map_bytes, ("payloads", "places"))
         try:
-            return file, _last_place(file)
+            last = _last_place(file)
+            return _Environment(file, DirectFile(self._path / "data.mdb", os.O_RDONLY)), last
         except BaseException:
             file.close()
             raise
@@ -180,13 +112,13 @@ class LmdbPayloads:
 
     def _replace(self, why: object) -> None:
         self._discard(why)
-        self._retired.append(self._file)
-        self._file, _ = self._open()
+        self._retired.append(self._env)
+        self._env, _ = self._open()
 
     def _commit(self, action: Callable[[lmdb.Transaction], None]) -> None:
         """Run ``action`` in one synced write transaction, in a fresh environment if this one is broken."""
         try:
-            if not self._file.whole():
+            if not self._env.file.whole():
                 self._replace("truncated or deleted while open")
             try:
                 self._transact(action)
@@ -197,56 +129,78 @@ class LmdbPayloads:
             raise DiskError(f"payloads in {self._path}: {error}; nothing was changed") from error
 
     def _transact(self, action: Callable[[lmdb.Transaction], None]) -> None:
-        with self._file.env.begin(write=True) as txn:  # an exception aborts it
+        with self._env.file.env.begin(write=True) as txn:  # an exception aborts it
             action(txn)
 
-    def write(self, items: Sequence[ReadableBuffer]) -> list[Place]:
+    def write(self, items: Sequence[Run]) -> list[Place]:
+        """See ``Payloads.write``."""
         if not items:
             return []
-        places = list(range(self._next, self._next + len(items)))
-        # Not even a commit whose outcome is unknown may see its places used again.
+        keys = list(range(self._next, self._next + len(items)))
+        # Not even a commit whose outcome is unknown may see its keys used again.
         self._next += len(items)
 
         def put(txn: lmdb.Transaction) -> None:
             self._require_room(txn, items)
-            for place, item in zip(places, items, strict=True):
-                txn.put(_KEY.pack(place), item, append=True, db=self._file.db["payloads"])
-                txn.put(_KEY.pack(place), b"", append=True, db=self._file.db["places"])
+            db = self._env.file.db
+            for key, item in zip(keys, items, strict=True):
+                txn.put(_KEY.pack(key), item.payload, append=True, db=db["payloads"])
+                txn.put(_KEY.pack(key), b"", append=True, db=db["places"])
 
         self._commit(put)
-        return places
+        return self._places_of(keys)
 
-    def _require_room(self, txn: lmdb.Transaction, items: Sequence[ReadableBuffer]) -> None:
-        stats = [txn.stat(db) for db in self._file.db.values()]
+    def _places_of(self, keys: Sequence[int]) -> list[Place]:
+        """Where values lie that were just committed, while their pages are still in memory."""
+        file = self._env.file
+        try:
+            with file.env.begin(buffers=True, db=file.db["payloads"]) as txn:
+                values = [txn.get(_KEY.pack(key)) for key in keys]
+                return [
+                    Place(key, file.page_of(value, self.lead) if value is not None else 0)
+                    for key, value in zip(keys, values, strict=True)
+                ]
+        except (lmdb.Error, OSError) as error:
+            _log.warning("event=no_direct_reads path=%s reason=%s", self._path, error)
+            return [Place(key) for key in keys]
+
+    def _require_room(self, txn: lmdb.Transaction, items: Sequence[Run]) -> None:
+        stats = [txn.stat(db) for db in self._env.file.db.values()]
         used = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
-        need = sum(self.stored_bytes(memoryview(item).nbytes) for item in items) // self._page
+        need = sum(self.stored_bytes(item.length) for item in items) // self._page
         if used + need > self._limit_pages:
             raise DiskError(
                 f"payloads in {self._path} are full: {used} of {self._limit_pages} pages used,"
                 f" {need} more needed; free some or give more disk bytes"
             )
 
-    def read_into(self, place: Place, length: int, out: memoryview) -> None:
-        file = self._file
-        if length > out.nbytes:
-            raise CorruptBlock(f"payload {place} of {length} bytes exceeds the block's {out.nbytes}")
-        if not file.whole():
-            raise CorruptBlock(f"payload {place} in {self._path}: the file was truncated or deleted")
+    def read_into(self, place: Place, run: Run) -> None:
+        """See ``Payloads.read_into``."""
+        env = self._env
+        if not env.file.whole():
+            raise CorruptBlock(f"payload {place.key} in {self._path}: the file was truncated or deleted")
         try:
-            with file.env.begin(buffers=True) as txn:
-                value = txn.get(_KEY.pack(place), db=file.db["payloads"])
-                if value is None or value.nbytes != length:
-                    found = "is missing" if value is None else f"has {value.nbytes} bytes"
-                    raise CorruptBlock(f"payload {place} in {self._path} {found}; expected {length} bytes")
-                # numpy copies without the GIL, so that several reads run at once.
-                np.copyto(np.frombuffer(out, np.uint8, length), np.frombuffer(value, np.uint8))
+            if place.page:
+                env.direct.read(run.used, place.page * PAGE_BYTES)
+            else:
+                self._get_into(env.file, place.key, run)
         except _BROKEN as error:
-            raise CorruptBlock(f"payload {place} in {self._path}: {error}") from error
-        except lmdb.Error as error:
-            raise DiskError(f"payload {place} in {self._path} cannot be read: {error}") from error
+            raise CorruptBlock(f"payload {place.key} in {self._path}: {error}") from error
+        except (lmdb.Error, OSError) as error:
+            raise DiskError(f"payload {place.key} in {self._path} cannot be read: {error}") from error
 
-    def free(self, places: Sequence[Place]) -> None:
-        rest = [place for place in sorted(places) if place > 0]
+    def _get_into(self, file: LmdbFile, key: int, run: Run) -> None:
+        with file.env.begin(buffers=True) as txn:
+            value = txn.get(_KEY.pack(key), db=file.db["payloads"])
+            if value is None or value.nbytes != run.length:
+                found = "is missing" if value is None else f"has {value.nbytes} bytes"
+                raise CorruptBlock(f"payload {key} in {self._path} {found}; expected {run.length} bytes")
+            # numpy copies without the GIL, so that several reads run at once.
+            np.copyto(np.frombuffer(run.payload, np.uint8), np.frombuffer(value, np.uint8))
+
+    def free(self, keys: Sequence[int]) -> None:
+        """See ``Payloads.free``."""
+        rest = [key for key in sorted(keys) if key > 0]
         if not rest:
             return
         for start in range(0, len(rest), _FREED_A_TXN):
@@ -255,26 +209,42 @@ class LmdbPayloads:
         # the next write would find a full map, abort, and so never bring that commit about.
         self._commit(self._note_next)
 
-    def _delete(self, places: Sequence[Place]) -> None:
+    def _delete(self, keys: Sequence[int]) -> None:
         def delete(txn: lmdb.Transaction) -> None:
-            for place in places:
-                for db in self._file.db.values():
-                    txn.delete(_KEY.pack(place), db=db)
+            for key in keys:
+                for db in self._env.file.db.values():
+                    txn.delete(_KEY.pack(key), db=db)
             self._note_next(txn)
 
         self._commit(delete)
 
     def _note_next(self, txn: lmdb.Transaction) -> None:
-        txn.put(_NEXT_KEY, _KEY.pack(self._next), db=self._file.db["places"])
+        txn.put(_NEXT_KEY, _KEY.pack(self._next), db=self._env.file.db["places"])
 
-    def places(self) -> Iterator[Place]:
+    def retain(self, named: Iterable[int]) -> set[int]:
+        """See ``Payloads.retain``."""
+        there, wanted = set(self.keys()), set(named)
+        unnamed = there - wanted
+        if unnamed:
+            _log.info("event=reclaimed_payloads count=%d path=%s", len(unnamed), self._path)
+            self.free(sorted(unnamed))
+        return wanted - there
+
+    def missing(self, keys: Iterable[int]) -> set[int]:
+        """See ``Payloads.missing``."""
+        if not self._env.file.whole():
+            return set(keys)
+        return set(keys) - set(self.keys())
+
+    def keys(self) -> Iterator[int]:
+        """Every stored key in rising order, without touching a payload's pages. Raises ``DiskError``."""
         last = 0
         while chunk := self._keys_behind(last):
             yield from chunk
             last = chunk[-1]
 
-    def _keys_behind(self, last: Place) -> list[Place]:
-        file = self._file
+    def _keys_behind(self, last: int) -> list[int]:
+        file = self._env.file
         try:
             if not file.whole():
                 raise DiskError(f"payloads in {self._path}: the file was truncated or deleted")
@@ -287,19 +257,22 @@ class LmdbPayloads:
             raise DiskError(f"payloads in {self._path} cannot be listed: {error}") from error
 
     def stored_bytes(self, length: int) -> int:
+        """See ``Payloads.stored_bytes``."""
         return -(-(length + _PAGE_HEADER) // self._page) * self._page
 
     def file_bytes(self) -> int:
-        return self._file.file_bytes()
+        """See ``Payloads.file_bytes``."""
+        return self._env.file.file_bytes()
 
     def close(self) -> None:
-        for file in (*self._retired, self._file):
-            file.close()
+        """See ``Payloads.close``."""
+        for env in (*self._retired, self._env):
+            env.close()
 
 
-def _last_place(file: LmdbFile) -> Place:
+def _last_place(file: LmdbFile) -> int:
     """The highest place ever given out, as far as this environment knows; 0 for none."""
     with file.env.begin(db=file.db["places"], buffers=True) as txn, txn.cursor() as cursor:
-        last: Place = _KEY.unpack(cursor.key())[0] if cursor.last() else 0
+        last: int = _KEY.unpack(cursor.key())[0] if cursor.last() else 0
         noted = txn.get(_NEXT_KEY)
         return max(last, _KEY.unpack(noted)[0] - 1) if noted is not None else last

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore.disk import OpenPayloads
 from kvstore.errors import DiskError
-from kvstore.payloads import Payloads, Place, ReadableBuffer
-from kvstore.payloads.lmdb import LmdbPayloads
+from kvstore.payloads import OpenPayloads, Payloads, Place
+from kvstore.payloads.direct import Run
+from kvstore.payloads.kinds import open_lmdb
 
 
 def _open_gate() -> threading.Event:
@@ -27,7 +27,7 @@ class Faults:
     cleared, calls of its kind wait at it: so a test orders events without a clock.
     """
 
-    inner: OpenPayloads = LmdbPayloads
+    inner: OpenPayloads = open_lmdb
     fail_writes: bool = False
     fail_reads: bool = False
     fail_frees: bool = False
@@ -36,9 +36,9 @@ class Faults:
     reads: int = 0  # begun
     writes: int = 0  # begun
 
-    def open(self, path: Path, map_bytes: int, first_free: Place) -> Payloads:
+    def open(self, path: Path, map_bytes: int, block_bytes: int, first_free: int) -> Payloads:
         """Payloads of ``inner`` behind these switches."""
-        return FaultyPayloads(self.inner(path, map_bytes, first_free), self)
+        return FaultyPayloads(self.inner(path, map_bytes, block_bytes, first_free), self)
 
 
 class FaultyPayloads:
@@ -47,8 +47,9 @@ class FaultyPayloads:
     def __init__(self, inner: Payloads, faults: Faults) -> None:
         self._inner = inner
         self._faults = faults
+        self.lead = inner.lead
 
-    def write(self, items: Sequence[ReadableBuffer]) -> list[Place]:
+    def write(self, items: Sequence[Run]) -> list[Place]:
         """See ``Payloads.write``."""
         self._faults.writes += 1
         self._faults.write_gate.wait()
@@ -56,23 +57,27 @@ class FaultyPayloads:
             raise DiskError("injected: the disk cannot be written")
         return self._inner.write(items)
 
-    def read_into(self, place: Place, length: int, out: memoryview) -> None:
+    def read_into(self, place: Place, run: Run) -> None:
         """See ``Payloads.read_into``."""
         self._faults.reads += 1
         self._faults.read_gate.wait()
         if self._faults.fail_reads:
             raise DiskError("injected: the disk cannot be read")
-        self._inner.read_into(place, length, out)
+        self._inner.read_into(place, run)
 
-    def free(self, places: Sequence[Place]) -> None:
+    def free(self, keys: Sequence[int]) -> None:
         """See ``Payloads.free``."""
         if self._faults.fail_frees:
             raise DiskError("injected: nothing can be freed")
-        self._inner.free(places)
+        self._inner.free(keys)
 
-    def places(self) -> Iterator[Place]:
-        """See ``Payloads.places``."""
-        return self._inner.places()
+    def retain(self, named: Iterable[int]) -> set[int]:
+        """See ``Payloads.retain``."""
+        return self._inner.retain(named)
+
+    def missing(self, keys: Iterable[int]) -> set[int]:
+        """See ``Payloads.missing``."""
+        return self._inner.missing(keys)
 
     def stored_bytes(self, length: int) -> int:
         """See ``Payloads.stored_bytes``."""

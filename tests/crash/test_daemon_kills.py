@@ -91,18 +91,20 @@ class Crasher:
         client.close()
 
 
-@pytest.mark.parametrize(("mode", "kills"), [("mapped", 30), ("tcp-bytes", 20)])
+@pytest.mark.parametrize("payloads", ["lmdb", "slab"])
+@pytest.mark.parametrize(("mode", "kills"), [("mapped", 20), ("tcp-bytes", 10)])
 def test_a_killed_daemon_delivers_no_wrong_byte_and_keeps_what_it_confirmed(
     mode: str,
     kills: int,
+    payloads: str,
     fleet: Fleet,
     flags: Callable[..., list[str]],
 ) -> None:
     # The arena is small, so that blocks leave it while others come.
-    daemon = start(fleet, mode, flags, host_bytes="1MiB", interval=0)
+    daemon = start(fleet, mode, flags, host_bytes="1MiB", interval=0, payloads=payloads)
     if mode == "tcp-bytes":  # the same port again and again
         daemon.kill()
-        daemon = fleet.daemon(*flags(daemon.url, host_bytes="1MiB", interval=0))
+        daemon = fleet.daemon(*flags(daemon.url, host_bytes="1MiB", interval=0, payloads=payloads))
     crasher = Crasher(fleet, daemon, seed=kills)
     for _ in range(kills):
         crasher.round()

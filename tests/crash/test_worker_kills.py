@@ -39,13 +39,16 @@ class WorkerProcess:
         return sure
 
 
-@pytest.mark.parametrize("mode", ["mapped", "unix-bytes"])
+@pytest.mark.parametrize(
+    ("mode", "payloads"), [("mapped", "lmdb"), ("mapped", "slab"), ("unix-bytes", "slab")]
+)
 def test_killed_workers_leave_whole_blocks_and_nothing_held(
     mode: str,
+    payloads: str,
     fleet: Fleet,
     flags: Callable[..., list[str]],
 ) -> None:
-    daemon = start(fleet, mode, flags, host_bytes="1MiB", interval=0, lease_seconds=1)
+    daemon = start(fleet, mode, flags, host_bytes="1MiB", interval=0, lease_seconds=1, payloads=payloads)
     rng = random.Random(mode)
     sure: dict[int, int] = {}
     kills = 4

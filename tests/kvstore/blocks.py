@@ -17,14 +17,16 @@ from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import DType, LatentLayout
 from kvstore.leases import Holder
 from kvstore.namespace import Namespace
-from kvstore.settings import MIB, StoreSettings
+from kvstore.payloads.kinds import OPEN
+from kvstore.settings import MIB, PayloadKind, StoreSettings
 from kvstore.store import Store
 from kvstore.testing.faults import Faults
 from kvstore.units import UnitKind, UnitMark
 
-SMALL = LatentLayout(num_layers=2, latent_rank=32, rope_dim=16)  # 12,288 bytes
+SMALL = LatentLayout(num_layers=2, latent_rank=32, rope_dim=14)  # 11,776 bytes, and a page is left in no slot
 OTHER = LatentLayout(num_layers=3, latent_rank=32, rope_dim=16, dtype=DType.FP32)  # 36,864 bytes
 RESERVE = 8
+CHOSEN: dict[str, PayloadKind] = {"payloads": "lmdb"}  # by the fixture ``payload_kind``
 DEADLINE = 30.0  # seconds after which a test has failed; nothing is timed by it
 
 
@@ -58,7 +60,12 @@ def settings(path: Path, **changes: Any) -> StoreSettings:
         "interval": 0,
         "lease_seconds": 3600.0,
     }
-    return StoreSettings(data=path, **(small | changes))
+    return StoreSettings(data=path, **(small | CHOSEN | changes))
+
+
+def faulty() -> Faults:
+    """Payloads of the kind under test that fail on demand."""
+    return Faults(OPEN[CHOSEN["payloads"]])
 
 
 def end_of(hashes: Sequence[bytes], kinds: UnitKind = UnitKind.REQUEST_END) -> list[UnitMark]:
@@ -151,7 +158,7 @@ class Conversation:
 
 def open_store(path: Path, faults: Faults | None = None, **changes: Any) -> Embedded:
     """A small embedded store, over failing payloads if asked."""
-    return Embedded(settings(path, **changes), (faults or Faults()).open)
+    return Embedded(settings(path, **changes), (faults or faulty()).open)
 
 
 async def until(condition: Callable[[], bool]) -> None:

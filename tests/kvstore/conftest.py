@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvstore.payloads.kinds import OPEN
+from tests.kvstore import blocks
+
 
 class Victim:
     """A real process that reports on its standard output and dies by SIGKILL."""
@@ -44,3 +47,10 @@ def victim() -> Iterator[Callable[..., Victim]]:
     for one in started:
         if one._process.poll() is None:
             one.kill()
+
+
+@pytest.fixture(params=sorted(OPEN))
+def payload_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Stores of ``tests.kvstore.blocks`` have payloads of each kind in turn."""
+    monkeypatch.setitem(blocks.CHOSEN, "payloads", request.param)
+    return str(request.param)

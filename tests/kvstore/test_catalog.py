@@ -24,6 +24,7 @@ def block(seed: int) -> BlockRecord:
         namespace=rng.randrange(1 << 32),
         depth=rng.randrange(1 << 32),
         place=rng.randrange(1 << 64),
+        page=rng.randrange(1 << 32),
         length=rng.randrange(1 << 40),
         codec=rng.randrange(256),
         checksum=rng.randrange(1 << 64),
@@ -228,7 +229,7 @@ from kvstore.catalog import BlockRecord, Catalog
 from kvstore.errors import DiskError
 path = Path(sys.argv[1])
 catalog = Catalog.open(path, 1 << 20)
-record = lambda i: BlockRecord(i.to_bytes(32, "big"), bytes(32), 1, 1, i, 100, 0, 7, 1.0)
+record = lambda i: BlockRecord(i.to_bytes(32, "big"), bytes(32), 1, 1, i, 5, 100, 0, 7, 1.0)
 catalog.commit(blocks=[record(i) for i in range(1000)])
 os.truncate(path / "data.mdb", 3 * 4096)
 for use in (lambda: list(catalog.blocks()), lambda: catalog.commit(blocks=[record(1)]), catalog.namespaces):
@@ -318,7 +319,7 @@ catalog = Catalog.open(Path(sys.argv[1]), 1 << 20)
 number = int(sys.argv[2])
 while True:
     key = number.to_bytes(32, "big")
-    record = BlockRecord(key, bytes(32), 1, 1, number, 100, 0, 7, 1.0)
+    record = BlockRecord(key, bytes(32), 1, 1, number, 5, 100, 0, 7, 1.0)
     catalog.commit(
         blocks=[record],
         units=[UnitRecord(key, 1, 64, 1, 1.0, 1.0, 0)],

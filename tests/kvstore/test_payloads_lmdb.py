@@ -1,43 +1,46 @@
+"""What only LMDB payloads do: keys that only rise, recorded pages, and damage to LMDB's own pages."""
+
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import CorruptBlock, DiskError, InvalidArgument
-from kvstore.payloads import Payloads
+from kvstore.payloads import Place
+from kvstore.payloads.direct import PAGE_BYTES, Run
 from kvstore.payloads.lmdb import LmdbPayloads
+from kvstore.testing.payload_conformance import body
 
 MAP = 16 << 20
 SIZE = 100_000
 
 
-def body(seed: int, size: int = SIZE) -> bytes:
-    return random.Random(seed).randbytes(size)
+def write(store, *seeds, nbytes=SIZE):
+    return store.write([Run.of(store.lead, body(seed, nbytes)) for seed in seeds])
 
 
-def read(store: Payloads, place: int, size: int = SIZE) -> bytes:
-    out = bytearray(size)
-    store.read_into(place, size, memoryview(out))
-    return bytes(out)
+def read(store, place, nbytes=SIZE):
+    run = Run.fresh(store.lead, nbytes)
+    store.read_into(place, run)
+    return bytes(run.payload)
 
 
-def fill(store: Payloads, size: int = SIZE, batch: int = 8) -> list[int]:
-    """Write until the store is full."""
-    places: list[int] = []
-    items = [body(i, size) for i in range(batch)]
+def fill(store, nbytes, batch):
+    places = []
     while True:
         try:
-            places += store.write(items)
+            places += write(store, *range(batch), nbytes=nbytes)
         except DiskError:
             return places
+
+
+def keys_of(places):
+    return [place.key for place in places]
 
 
 @pytest.fixture
@@ -47,74 +50,22 @@ def store(tmp_path):
     made.close()
 
 
-def test_what_is_written_is_read_back_in_order(store):
-    items = [body(1), bytearray(body(2)), memoryview(body(3))]
-    places = store.write(items)
-    assert [read(store, place) for place in places] == [bytes(item) for item in items]
-    assert list(store.places()) == places == sorted(places)
-
-
-def test_it_is_all_there_after_reopening(tmp_path):
-    store = LmdbPayloads(tmp_path / "p", MAP)
-    places = store.write([body(1), body(2)])
-    store.close()
-    store = LmdbPayloads(tmp_path / "p", MAP)
-    assert read(store, places[1]) == body(2)
-    assert store.write([body(3)]) > places
-    store.close()
-    store.close()
-
-
-def test_a_missing_payload_and_one_of_another_length_are_corrupt(store):
-    (place,) = store.write([body(1)])
-    with pytest.raises(CorruptBlock, match=f"payload {place + 1} .* is missing"):
-        read(store, place + 1)
-    with pytest.raises(CorruptBlock, match=f"has {SIZE} bytes; expected {SIZE + 1}"):
-        read(store, place, SIZE + 1)
-    with pytest.raises(CorruptBlock, match="exceeds"):
-        store.read_into(place, SIZE, memoryview(bytearray(SIZE - 1)))
-
-
-def test_a_read_writes_nothing_behind_its_length(store):
-    (place,) = store.write([body(1, 5000)])
-    out = bytearray(8192)
-    store.read_into(place, 5000, memoryview(out))
-    assert out[:5000] == body(1, 5000)
-    assert not any(out[5000:])
-
-
-def test_writing_or_freeing_nothing_changes_nothing(store):
-    assert store.write([]) == []
-    store.free([])
-    store.free([0, 12345])
-    assert list(store.places()) == []
-
-
-def test_a_place_is_never_given_out_twice(tmp_path):
+def test_a_key_is_never_given_out_twice(tmp_path):
     seen: set[int] = set()
     for _ in range(4):
         store = LmdbPayloads(tmp_path / "p", MAP)
-        places = store.write([body(1, 5000)] * 3)
-        assert not seen & set(places)
-        seen |= set(places)
-        store.free(places)
+        keys = keys_of(write(store, 1, 1, 1, nbytes=5000))
+        assert not seen & set(keys)
+        assert keys == sorted(keys)
+        seen |= set(keys)
+        store.free(keys)
         store.close()
 
 
-def test_places_start_behind_all_that_the_catalogue_knows(tmp_path):
+def test_keys_start_behind_all_that_the_catalogue_knows(tmp_path):
     store = LmdbPayloads(tmp_path / "p", MAP, first_free=1000)
-    assert store.write([body(1)]) == [1000]
+    assert keys_of(write(store, 1)) == [1000]
     store.close()
-
-
-def test_a_full_store_refuses_the_whole_batch_and_keeps_what_it_had(store):
-    places = fill(store)
-    with pytest.raises(DiskError, match=r"full|MAP_FULL"):
-        store.write([body(1)] * 8)
-    assert list(store.places()) == places
-    assert read(store, places[9]) == body(1)
-    assert len(places) * store.stored_bytes(SIZE) > 0.85 * MAP
-    assert store.file_bytes() <= MAP
 
 
 @pytest.mark.parametrize(
@@ -124,28 +75,87 @@ def test_after_it_was_full_freed_space_comes_back_every_time(tmp_path, size, bat
     store = LmdbPayloads(tmp_path / "p", map_bytes)
     first = len(places := fill(store, size, batch))
     for _ in range(3):
-        store.free(places)
-        assert list(store.places()) == []
+        store.free(keys_of(places))
+        assert list(store.keys()) == []
         places = fill(store, size, batch)
         assert len(places) > 0.85 * first
     store.close()
 
 
-@pytest.mark.parametrize(("size", "turns"), [(SIZE, 100), (1 << 20, 30)])
-def test_at_the_brim_each_freed_payload_makes_room_for_the_next(store, size, turns):
-    places = fill(store, size, batch=1)
+def test_at_the_brim_each_large_payload_that_is_freed_makes_room_for_the_next(store):
+    places = fill(store, 1 << 20, batch=1)
     rng = random.Random(5)
-    for turn in range(turns):
-        store.free([places.pop(rng.randrange(len(places)))])
-        (place,) = store.write([body(turn, size)])
-        assert read(store, place, size) == body(turn, size)
+    for turn in range(30):
+        store.free([places.pop(rng.randrange(len(places))).key])
+        (place,) = write(store, turn, nbytes=1 << 20)
+        assert read(store, place, 1 << 20) == body(turn, 1 << 20)
         places.append(place)
-    assert sorted(store.places()) == sorted(places)
+    assert sorted(store.keys()) == sorted(keys_of(places))
 
 
-def test_listing_places_touches_no_payload(tmp_path):
+# --- pages
+
+
+@pytest.mark.parametrize("name", ["p", "a name with spaces (deleted)", "\u00e4\n"])
+def test_the_recorded_page_is_where_the_payload_lies_in_the_file(tmp_path, name):
+    store = LmdbPayloads(tmp_path / name, MAP)
+    other = LmdbPayloads(tmp_path / f"{name} too", MAP)
+    content = (tmp_path / name / "data.mdb").open("rb")
+    for turn in range(5):  # freed pages are used again, in another order
+        places = write(store, *range(turn, turn + 8))
+        write(other, 99)
+        for seed, place in enumerate(places, turn):
+            content.seek(place.page * PAGE_BYTES + store.lead)
+            assert content.read(SIZE) == body(seed, SIZE)
+        store.free(keys_of(places[::2]))
+    content.close()
+    store.close()
+    other.close()
+
+
+def test_a_payload_stays_on_its_page_until_it_is_freed(store):
+    kept = write(store, *range(8))
+    rng = random.Random(2)
+    others = []
+    for turn in range(60):
+        others += write(store, turn, turn)
+        store.free([others.pop(rng.randrange(len(others))).key for _ in range(1 + turn % 3) if others])
+        for seed, place in enumerate(kept):
+            assert read(store, place) == body(seed, SIZE)
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 1000, 1900])
+def test_small_payloads_lie_inside_a_page_and_are_read_without_one(store, nbytes):
+    places = write(store, *range(50), nbytes=nbytes)
+    assert {place.page for place in places} == {0}
+    for seed, place in enumerate(places):
+        assert read(store, place, nbytes) == body(seed, nbytes)
+
+
+def test_a_wrong_page_is_wrong_bytes_and_the_key_alone_is_right(store):
+    one, two = write(store, 1, 2)
+    crossed = Place(one.key, two.page)
+    assert read(store, crossed) == body(2, SIZE)  # which a checksum tells
+    assert read(store, Place(one.key)) == body(1, SIZE)
+    with pytest.raises(CorruptBlock, match="ends at"):
+        read(store, Place(one.key, MAP // PAGE_BYTES - 1))
+
+
+def test_pages_of_a_replaced_file_are_not_believed_of_the_new_one(store, tmp_path):
+    old = write(store, 1, 2)
+    (tmp_path / "p" / "data.mdb").unlink()
+    new = write(store, 3, 4)
+    assert store.replaced == 1
+    for place in old:
+        assert read(store, place) != body(1, SIZE)
+        with pytest.raises(CorruptBlock, match="is missing"):
+            read(store, Place(place.key))
+    assert [read(store, place) for place in new] == [body(3, SIZE), body(4, SIZE)]
+
+
+def test_listing_keys_touches_no_payload(tmp_path):
     store = LmdbPayloads(tmp_path / "p", MAP)
-    places = store.write([body(i, 1 << 20) for i in range(12)])
+    places = write(store, *range(12), nbytes=1 << 20)
     store.close()
     code = f"""
 import re, sys
@@ -153,7 +163,7 @@ from pathlib import Path
 from kvstore.payloads.lmdb import LmdbPayloads
 path = Path({str(tmp_path / "p")!r})
 store = LmdbPayloads(path, {MAP})
-assert len(list(store.places())) == {len(places)}
+assert len(list(store.keys())) == {len(places)}
 maps = Path("/proc/self/smaps").read_text().split(str(path / "data.mdb"))[1]
 print(re.search(r"Rss: +(\\d+) kB", maps)[1])
 """
@@ -161,21 +171,11 @@ print(re.search(r"Rss: +(\\d+) kB", maps)[1])
     assert int(done.stdout) < 4 * 1024  # KiB, of 12 MiB; the kernel maps neighbours too
 
 
-def test_many_threads_read_beside_the_writer(store):
-    places = store.write([body(i) for i in range(16)])
-    with ThreadPoolExecutor(8) as pool:
-        reads = [pool.submit(read, store, places[i % 16]) for i in range(400)]
-        for _ in range(10):
-            store.free(store.write([body(99)] * 4))
-        for i, done in enumerate(reads):
-            assert done.result() == body(i % 16)
-
-
 @pytest.mark.parametrize("size", [3000, 4096, 5000, 8176, 100_000])
 def test_stored_bytes_is_what_a_payload_takes_or_a_page_more(store, size):
     count = 64
     before = store.file_bytes()
-    store.write([body(1, size)] * count)
+    write(store, *[1] * count, nbytes=size)
     taken = store.file_bytes() - before
     assert taken - 16 * 4096 <= count * store.stored_bytes(size) <= taken + count * 4096
 
@@ -185,66 +185,18 @@ def test_a_map_too_small_for_anything_is_refused(tmp_path):
         LmdbPayloads(tmp_path, 4096)
 
 
-def test_files_that_cannot_be_opened_are_a_disk_error(tmp_path):
-    (tmp_path / "p").write_text("a file where the directory should be")
-    with pytest.raises(DiskError, match="cannot be opened"):
-        LmdbPayloads(tmp_path / "p", MAP)
-
-
-def heals(store: LmdbPayloads, old: list[int]) -> None:
-    """It takes new payloads at new places, and keeps them over a restart."""
-    places = store.write([body(7), body(8)])
-    assert not set(places) & set(old)
-    assert [read(store, place) for place in places] == [body(7), body(8)]
-    store.close()
-    store = LmdbPayloads(store._path, MAP, first_free=max(old) + 1)
-    assert [read(store, place) for place in places] == [body(7), body(8)]
-    store.close()
-
-
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.9, 0.99])
-def test_a_file_truncated_while_closed_is_missing_payloads_and_heals(tmp_path, share):
-    store = LmdbPayloads(tmp_path / "p", MAP)
-    places = store.write([body(i) for i in range(20)])
-    used = store.file_bytes()
-    store.close()
-    os.truncate(tmp_path / "p" / "data.mdb", int(used * share))
-    store = LmdbPayloads(tmp_path / "p", MAP, first_free=places[-1] + 1)
-    assert list(store.places()) == []
-    for place in places:
-        with pytest.raises(CorruptBlock):
-            read(store, place)
-    heals(store, places)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.99])
-def test_a_file_truncated_while_open_kills_nobody_and_heals(store, tmp_path, share):
-    places = store.write([body(i) for i in range(20)])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.99])
+def test_a_truncated_file_gives_no_payload_until_a_write_replaces_it(store, tmp_path, share):
+    places = write(store, *range(20))
     os.truncate(tmp_path / "p" / "data.mdb", int(store.file_bytes() * share))
     for place in places:
         with pytest.raises(CorruptBlock, match="truncated or deleted"):
             read(store, place)
-    heals(store, places)
+    assert store.missing(keys_of(places)) == set(keys_of(places))
+    fresh = write(store, 30)
     assert store.replaced == 1
-
-
-def test_a_file_deleted_while_open_heals_with_the_next_write(store, tmp_path):
-    places = store.write([body(1), body(2)])
-    (tmp_path / "p" / "data.mdb").unlink()
-    with pytest.raises(CorruptBlock):
-        read(store, places[0])
-    heals(store, places)
-
-
-def test_a_deleted_directory_is_missing_payloads_and_heals(tmp_path):
-    store = LmdbPayloads(tmp_path / "p", MAP)
-    places = store.write([body(1), body(2)])
-    store.close()
-    shutil.rmtree(tmp_path / "p")
-    store = LmdbPayloads(tmp_path / "p", MAP, first_free=places[-1] + 1)
-    with pytest.raises(CorruptBlock, match="is missing"):
-        read(store, places[0])
-    heals(store, places)
+    assert read(store, fresh[0]) == body(30, SIZE)
+    assert not set(keys_of(fresh)) & set(keys_of(places))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -253,62 +205,21 @@ def test_pages_overwritten_at_rest_give_misses_or_wrong_bytes_but_no_other_error
     path = tmp_path / "p"
     shutil.rmtree(path, ignore_errors=True)
     store = LmdbPayloads(path, MAP)
-    places = store.write([body(i) for i in range(20)])
+    places = write(store, *range(20))
     pages = store.file_bytes() // 4096
     store.close()
     with open(path / "data.mdb", "r+b") as file:
         for page in data.draw(st.lists(st.integers(0, pages - 1), max_size=pages)):
             file.seek(page * 4096)
             file.write(bytes(4096))
-    store = LmdbPayloads(path, MAP, first_free=places[-1] + 1)
+    store = LmdbPayloads(path, MAP, first_free=places[-1].key + 1)
     for place in places:
-        try:
-            assert len(read(store, place)) == SIZE
-        except CorruptBlock:
-            continue
-    heals(store, places)
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from kvstore.payloads.lmdb import LmdbPayloads
-store = LmdbPayloads(Path(sys.argv[1]), 16 << 20)
-live = list(store.places())
-while True:
-    print("writing", flush=True)
-    places = store.write([bytes([len(live) % 251]) * 50_000] * 4)
-    print(*places, flush=True)
-    live += places
-    if len(live) > 150:
-        gone, live = live[:100], live[100:]
-        print("free", *gone, flush=True)
-        store.free(gone)
-"""
-
-
-def test_payloads_acknowledged_before_a_kill_are_there_and_it_opens_at_once(tmp_path, victim):
-    kept: set[int] = set()
-    for turn in range(6):
-        one = victim(WRITER, str(tmp_path / "p"))
-        lines = [one.line() for _ in range(10 + 37 * turn)] + one.kill()
-        for line in lines:
-            if line.startswith("free"):
-                kept -= {int(number) for number in line.split()[1:]}
-            elif re.match(r"\d", line):
-                kept |= {int(number) for number in line.split()}
-        store = LmdbPayloads(tmp_path / "p", MAP)
-        assert kept <= set(store.places())
-        for place in kept:
-            content = read(store, place, 50_000)
-            assert content == content[:1] * 50_000
-        kept = set(store.places())
-        assert store.replaced == 0
-        store.close()
-
-
-def test_the_path_may_be_relative(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    store = LmdbPayloads(Path("p"), MAP)
-    assert read(store, store.write([body(1)])[0]) == body(1)
+        for at in (place, Place(place.key)):
+            try:
+                assert len(read(store, at)) == SIZE
+            except CorruptBlock:
+                continue
+    fresh = write(store, 7, 8)
+    assert not set(keys_of(fresh)) & set(keys_of(places))
+    assert [read(store, place) for place in fresh] == [body(7, SIZE), body(8, SIZE)]
     store.close()

@@ -12,6 +12,8 @@ from kvstore.api import ReserveState
 from kvstore.errors import ParentMissing
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.namespace import Namespace
+from kvstore.payloads.kinds import OPEN
+from kvstore.settings import PayloadKind
 from kvstore.testing.faults import Faults
 from kvstore.units import UnitKind, UnitMark
 from tests.kvstore.blocks import OTHER, SMALL, content, load_chain, open_store
@@ -30,12 +32,13 @@ class StoreMachine(RuleBasedStateMachine):
     be loaded with the right bytes, and in a disk that had room for all nothing is missing.
     """
 
+    kind: PayloadKind = "lmdb"
     leases = Bundle("leases")
 
     def __init__(self) -> None:
         super().__init__()
         self.path = Path(tempfile.mkdtemp(prefix="latentkv-model-"))
-        self.faults = Faults()
+        self.faults = Faults(OPEN[self.kind])
         self.committed: list[set[bytes]] = [set(), set()]
         self.marked: list[set[bytes]] = [set(), set()]
         self.sure: set[bytes] = set()  # durable, and nothing was evicted since
@@ -44,7 +47,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.store = open_store(self.path, self.faults, drain_seconds=10.0)
+        self.store = open_store(self.path, self.faults, payloads=self.kind, drain_seconds=10.0)
         self.spaces = [self.store.open_namespace(Namespace(layout=layout)) for layout in LAYOUTS]
 
     def teardown(self) -> None:
@@ -199,5 +202,14 @@ class StoreMachine(RuleBasedStateMachine):
             assert all(index.find(block) != -1 for block in self.sure)
 
 
+class SlabStoreMachine(StoreMachine):
+    """The same over slabs."""
+
+    kind = "slab"
+
+
 TestStore = StoreMachine.TestCase
-TestStore.settings = hypothesis_settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestSlabStore = SlabStoreMachine.TestCase
+TestStore.settings = TestSlabStore.settings = hypothesis_settings(
+    max_examples=8, stateful_step_count=30, deadline=None
+)

@@ -24,6 +24,8 @@ from tests.kvstore.blocks import (
     tokens,
 )
 
+pytestmark = pytest.mark.usefixtures("payload_kind")
+
 A, B, C, D = (tokens(seed, 100) for seed in range(4))
 
 
@@ -231,7 +233,7 @@ def test_a_digest_stays_good_over_a_restart(tmp_path):
 
 
 def test_a_layout_of_the_same_size_keeps_its_blocks_apart(tmp_path):
-    twin = SMALL.__class__(num_layers=1, latent_rank=64, rope_dim=32)
+    twin = SMALL.__class__(num_layers=1, latent_rank=64, rope_dim=28)
     assert twin.block_bytes == SMALL.block_bytes
     with open_store(tmp_path) as store:
         one, two = Conversation(store), Conversation(store, twin)

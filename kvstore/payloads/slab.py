@@ -1,0 +1,255 @@
+"""Payloads in slabs: preallocated files cut in equal, page-aligned slots.
+
+Direct I/O both ways between the arena and the disk, several writes in flight. A slab file
+holds nothing but payloads: which slots are in use only the catalogue knows, and says so
+at start (``retain``). Encoded payloads have sizes in eighths of a block, and each size
+has slabs of its own, so that no slot is larger than what lies in it. When the disk is full
+of another size's free slots, their blocks are given back to the file system.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from kvstore.errors import CorruptBlock, DiskError, InvalidArgument
+from kvstore.payloads import Place
+from kvstore.payloads.direct import PAGE_BYTES, Run, make_directory, pages, sync_directory
+from kvstore.payloads.slab_file import Slab
+
+Item = TypeVar("Item")
+
+SLAB_BYTES = 256 << 20
+SLABS = 256  # about as many files are open at a time, so slabs of a large disk are larger
+WRITERS = 4  # writes in flight
+RUN_SLOTS = 16  # neighbours in the file that are written by one call
+EIGHTHS = 8
+_SLOT_BITS = 24  # of a key: the slot's number in its slab; above it the slab's number
+_RESERVE_SHARE = 64  # of the limit, left for what the file system needs to know where slots lie
+_NAME = re.compile(r"slab-([1-8])-(0|[1-9]\d{0,9})")
+
+
+@dataclass(slots=True)
+class _Write:
+    """Neighbouring slots of one slab, and what goes there."""
+
+    slab: Slab
+    slot: int
+    data: list[memoryview]
+
+    def joins(self, slab: Slab, slot: int) -> bool:
+        """Whether this slot comes next, and what comes before it fills its own slot."""
+        return (
+            slab is self.slab
+            and slot == self.slot + len(self.data)
+            and len(self.data[-1]) == slab.slot_bytes
+            and len(self.data) < RUN_SLOTS
+        )
+
+    def run(self) -> None:
+        """Raises ``OSError``."""
+        self.slab.file.write(self.data, self.slot * self.slab.slot_bytes)
+
+
+class SlabPayloads:
+    """``Payloads`` of one block size in directory ``path``, at most ``limit_bytes`` of files.
+
+    A place's key is ``(slab << 24 | slot) * 8 + eighths - 1``. ``retain`` must come before
+    anything else. Raises ``DiskError`` when the directory cannot be used.
+    """
+
+    lead = 0
+
+    def __init__(self, path: Path, limit_bytes: int, block_bytes: int) -> None:
+        if limit_bytes < 1 << 20:
+            raise InvalidArgument(f"limit_bytes={limit_bytes} is below 1 MiB; give the disk tier more")
+        self._path = path
+        self._limit = limit_bytes - limit_bytes // _RESERVE_SHARE
+        self._slab_bytes = min(limit_bytes // 16, max(SLAB_BYTES, limit_bytes // SLABS))
+        self._eighth = -(-block_bytes // EIGHTHS)
+        self._block = block_bytes
+        # eighths -> number -> slab
+        self._slabs: dict[int, dict[int, Slab]] = {eighths: {} for eighths in range(1, EIGHTHS + 1)}
+        self._names_changed = False  # files were made, and the directory is not yet synced
+        self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="latentkv-slab")
+        try:
+            make_directory(path)
+            for file in sorted(path.iterdir()):
+                if name := _NAME.fullmatch(file.name):
+                    self._open(int(name[1]), int(name[2]))
+        except OSError as error:
+            self.close()
+            raise DiskError(f"slabs in {path} cannot be opened: {error}") from error
+
+    def _slot_bytes(self, eighths: int) -> int:
+        return pages(min(self._eighth * eighths, self._block)) * PAGE_BYTES
+
+    def _eighths(self, length: int) -> int:
+        return -(-length // self._eighth)
+
+    def _slab_path(self, eighths: int, number: int) -> Path:
+        return self._path / f"slab-{eighths}-{number}"
+
+    def _open(self, eighths: int, number: int) -> Slab:
+        slot_bytes = self._slot_bytes(eighths)
+        slots = min(max(1, self._slab_bytes // slot_bytes), 1 << _SLOT_BITS)
+        slab = Slab(self._slab_path(eighths, number), slot_bytes, slots)
+        self._slabs[eighths][number] = slab
+        return slab
+
+    def _all(self) -> list[Slab]:
+        return [slab for known in list(self._slabs.values()) for slab in list(known.values())]
+
+    def _find(self, key: int) -> tuple[Slab | None, int]:
+        at, eighths = divmod(key, EIGHTHS)
+        return self._slabs[eighths + 1].get(at >> _SLOT_BITS), at & ((1 << _SLOT_BITS) - 1)
+
+    def retain(self, named: Iterable[int]) -> set[int]:
+        """See ``Payloads.retain``."""
+        missing: set[int] = set()
+        for key in named:
+            slab, slot = self._find(key)
+            if slab is None or not slab.keep(slot):
+                missing.add(key)
+        try:
+            self._drop_empty()
+            for slab in self._all():
+                slab.settle()
+        except OSError as error:
+            raise DiskError(f"slabs in {self._path}: {error}; start again later") from error
+        return missing
+
+    def missing(self, keys: Iterable[int]) -> set[int]:
+        """See ``Payloads.missing``."""
+        whole = {slab: slab.whole_slots() for slab in self._all()}
+
+        def there(key: int) -> bool:
+            slab, slot = self._find(key)
+            return slab is not None and slab.uses(slot) and slot < whole[slab]
+
+        return {key for key in keys if not there(key)}
+
+    def _drop_empty(self) -> None:
+        for known in self._slabs.values():
+            for number, slab in list(known.items()):
+                if slab.empty:
+                    del known[number]
+                    slab.remove()
+
+    def write(self, items: Sequence[Run]) -> list[Place]:
+        """See ``Payloads.write``."""
+        keys: list[int] = []
+        try:
+            for item in items:
+                keys.append(self._allocate(self._eighths(item.length)))
+            writes = self._writes(keys, items)
+            self._in_parallel(_Write.run, writes)
+            self._in_parallel(Slab.sync, {write.slab for write in writes})
+            if self._names_changed:
+                sync_directory(self._path)
+                self._names_changed = False
+        except OSError as error:
+            self.free(keys)
+            raise DiskError(f"slabs in {self._path}: {error}; nothing was changed") from error
+        except BaseException:
+            self.free(keys)
+            raise
+        return [Place(key) for key in keys]
+
+    def _writes(self, keys: Sequence[int], items: Sequence[Run]) -> list[_Write]:
+        writes: list[_Write] = []
+        for key, item in zip(keys, items, strict=True):
+            slab, slot = self._require(key)
+            if writes and writes[-1].joins(slab, slot):
+                writes[-1].data.append(item.used)
+            else:
+                writes.append(_Write(slab, slot, [item.used]))
+        return writes
+
+    def _in_parallel(self, work: Callable[[Item], None], items: Iterable[Item]) -> None:
+        # Ends when all have ended, also if one fails: none may still write into slots that are free again.
+        futures = [self._threads.submit(work, item) for item in items]
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def _allocate(self, eighths: int) -> int:
+        known = self._slabs[eighths]
+        number = next((n for n, slab in known.items() if slab.vacant and not slab.deleted), None)
+        if number is None:
+            self._require_room(self._slot_bytes(eighths))
+            number = next((n for n, slab in known.items() if not slab.full and not slab.deleted), None)
+        if number is None:
+            number = self._grow(eighths)
+        return (number << _SLOT_BITS | known[number].take()) * EIGHTHS + eighths - 1
+
+    def _require_room(self, nbytes: int) -> None:
+        """Make that much fit, at the cost of other sizes' free slots; raises ``DiskError`` if it can't."""
+        used = self._used_bytes()
+        for slab in self._all():
+            if used + nbytes <= self._limit:
+                return
+            used -= slab.punch()
+        if used + nbytes > self._limit:
+            raise DiskError(
+                f"slabs in {self._path} are full: {used} of {self._limit} bytes used, {nbytes} more needed;"
+                " free some or give more disk bytes"
+            )
+
+    def _used_bytes(self) -> int:
+        return sum(slab.disk_bytes for slab in self._all() if not slab.deleted)
+
+    def _grow(self, eighths: int) -> int:
+        make_directory(self._path)  # also if somebody removed it meanwhile
+        self._drop_empty()
+        number = 1 + max(self._slabs[eighths], default=-1)
+        self._slab_path(eighths, number).unlink(missing_ok=True)  # none of ours
+        used = self._used_bytes()
+        slab = self._open(eighths, number)
+        self._names_changed = True
+        if used + slab.slots * slab.slot_bytes <= self._limit:
+            slab.preallocate()
+        return number
+
+    def _require(self, key: int) -> tuple[Slab, int]:
+        slab, slot = self._find(key)
+        if slab is None or not slab.uses(slot):
+            raise CorruptBlock(f"payload {key} in {self._path} is missing")
+        return slab, slot
+
+    def read_into(self, place: Place, run: Run) -> None:
+        """See ``Payloads.read_into``."""
+        slab, slot = self._require(place.key)
+        if self._eighths(run.length) != place.key % EIGHTHS + 1:
+            raise CorruptBlock(f"payload {place.key} in {self._path} has no length of {run.length} bytes")
+        try:
+            if slab.deleted:
+                raise CorruptBlock(f"payload {place.key} in {self._path}: {slab.path.name} was deleted")
+            slab.file.read(run.used, slot * slab.slot_bytes)
+        except OSError as error:
+            raise DiskError(f"payload {place.key} in {self._path} cannot be read: {error}") from error
+
+    def free(self, keys: Sequence[int]) -> None:
+        """See ``Payloads.free``. Durable as it is: the catalogue names them no more."""
+        for key in keys:
+            slab, slot = self._find(key)
+            if slab is not None:
+                slab.give(slot)
+
+    def stored_bytes(self, length: int) -> int:
+        """See ``Payloads.stored_bytes``."""
+        return self._slot_bytes(self._eighths(length))
+
+    def file_bytes(self) -> int:
+        """See ``Payloads.file_bytes``."""
+        return sum(slab.file_bytes() for slab in self._all())
+
+    def close(self) -> None:
+        """See ``Payloads.close``."""
+        self._threads.shutdown(wait=True)
+        for slab in self._all():
+            slab.file.close()

@@ -1,0 +1,146 @@
+"""One slab: a file of equal slots, and which of them are in use."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from itertools import groupby
+from pathlib import Path
+
+from kvstore.payloads.direct import DirectFile
+
+log = logging.getLogger(__name__)
+
+_BARE = 0  # free, a hole in the file
+_VACANT = 1  # free, with blocks of the disk
+_USED = 2
+
+
+class Slab:
+    """The slots ``0 .. slots - 1`` of one file, each BARE, VACANT or USED.
+
+    Slots that were written once keep their blocks of the disk, so that writing them anew needs
+    no journal; ``punch`` gives those of free slots back. ``disk_bytes`` counts a slot that is
+    not BARE in full. Only ``read`` and ``write`` may be called by several threads.
+    """
+
+    def __init__(self, path: Path, slot_bytes: int, slots: int) -> None:
+        """Open or create the file, for ``slots`` slots or as many as it has. Raises ``OSError``.
+
+        Of a file that is there, each slot that lies inside it may be kept; ``settle`` comes then.
+        """
+        self.path = path
+        self.slot_bytes = slot_bytes
+        self.file = DirectFile(path, os.O_RDWR | os.O_CREAT)
+        try:
+            stat = os.fstat(self.file.fd)
+            found = stat.st_size // slot_bytes
+            self._backed = stat.st_blocks * 512 >= found * slot_bytes
+            self.slots = max(found, slots)
+            os.ftruncate(self.file.fd, self.slots * slot_bytes)
+        except BaseException:
+            self.file.close()
+            raise
+        self._state = bytearray([_VACANT]) * found + bytearray(self.slots - found)
+        self._counts = [self.slots - found, found, 0]  # by state
+
+    def _set(self, slot: int, state: int) -> None:
+        self._counts[self._state[slot]] -= 1
+        self._counts[state] += 1
+        self._state[slot] = state
+
+    def keep(self, slot: int) -> bool:
+        """At start: the slot is in use; False if the file had no such slot."""
+        if slot >= self.slots or self._state[slot] == _BARE:
+            return False
+        self._set(slot, _USED)
+        return True
+
+    def settle(self) -> None:
+        """After the last ``keep``: know which free slots have blocks of the disk. Raises ``OSError``."""
+        if not self._backed:  # which ones isn't known: then none
+            self.punch()
+
+    def preallocate(self) -> None:
+        """Give every slot of a new file its blocks now, where the file system can and has them."""
+        size = self.slots * self.slot_bytes
+        try:
+            self.file.allocate(0, size)
+        except OSError as error:
+            log.warning("event=no_preallocation path=%s reason=%s", self.path, error)
+            with contextlib.suppress(OSError):
+                self.file.punch(0, size)
+            return
+        self._state = bytearray([_VACANT]) * self.slots
+        self._counts = [0, self.slots, 0]
+
+    @property
+    def vacant(self) -> bool:
+        """Whether a free slot has blocks of the disk."""
+        return self._counts[_VACANT] > 0
+
+    @property
+    def full(self) -> bool:
+        """Whether no slot is free."""
+        return self._counts[_USED] == self.slots
+
+    @property
+    def empty(self) -> bool:
+        """Whether no slot is used."""
+        return not self._counts[_USED]
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the disk that all slots but the BARE have."""
+        return (self.slots - self._counts[_BARE]) * self.slot_bytes
+
+    @property
+    def deleted(self) -> bool:
+        """Whether somebody removed the file while it is open."""
+        return os.fstat(self.file.fd).st_nlink == 0
+
+    def take(self) -> int:
+        """The first VACANT slot, or else the first BARE one; it is USED now."""
+        slot = self._state.find(_VACANT if self.vacant else _BARE)
+        self._set(slot, _USED)
+        return slot
+
+    def give(self, slot: int) -> None:
+        """The slot is free again; nothing happens if it is not in use."""
+        if self.uses(slot):
+            self._set(slot, _VACANT)
+
+    def uses(self, slot: int) -> bool:
+        """Whether the slot is USED."""
+        return slot < self.slots and self._state[slot] == _USED
+
+    def whole_slots(self) -> int:
+        """How many slots the file has now; 0 if it was deleted."""
+        return 0 if self.deleted else os.fstat(self.file.fd).st_size // self.slot_bytes
+
+    def punch(self) -> int:
+        """Make VACANT slots BARE; the bytes of disk that gives back. Raises ``OSError``."""
+        given = 0
+        for state, group in groupby(range(self.slots), self._state.__getitem__):
+            if state != _VACANT:
+                continue
+            slots = list(group)
+            self.file.punch(slots[0] * self.slot_bytes, len(slots) * self.slot_bytes)
+            given += len(slots) * self.slot_bytes
+            for slot in slots:
+                self._set(slot, _BARE)
+        return given
+
+    def sync(self) -> None:
+        """Make what was written durable. Raises ``OSError``."""
+        self.file.sync()
+
+    def file_bytes(self) -> int:
+        """Bytes that the file takes on disk."""
+        return os.fstat(self.file.fd).st_blocks * 512
+
+    def remove(self) -> None:
+        """Close and delete the file. Raises ``OSError``."""
+        self.file.close()
+        self.path.unlink(missing_ok=True)
