@@ -42,7 +42,7 @@ def test_flags_win_over_environment_over_file_over_defaults(
     assert config.host_bytes == 512 << 20
     assert config.disk_bytes == 4 << 30
     assert (config.interval, config.data) == (64, Path("/from/toml"))
-    assert config.readers == 4
+    assert config.readers == 8
 
 
 def test_the_environment_names_the_file(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
