@@ -25,7 +25,7 @@ OLDEST := .venv-oldest
 $(OLDEST)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install --quiet --upgrade pip
-	grep -v '^transformers==' constraints.txt > $(OLDEST)/constraints.txt
+	grep -vE '^(transformers|huggingface_hub|tokenizers|hf-xet)==' constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt torch
 	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt transformers==5.15.0 --editable '.[mla]' pytest pytest-timeout hypothesis
 	touch $(OLDEST)/.ready

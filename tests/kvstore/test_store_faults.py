@@ -163,9 +163,12 @@ def test_a_payload_file_that_is_cut_or_gone_is_a_miss_and_heals(tmp_path, caplog
         counters = store.status().counters
         assert counters.get("checksum_failures", 0) + counters.get("lost_payloads", 0) > 0
         assert re.search("truncated or deleted|was deleted|ends at|payloads_lost", caplog.text)
-        # All that went with the file is known by now or soon, not only what was asked for.
-        while worker.match(tokens(1, BLOCKS)).stored_blocks or worker.match(tokens(100, 40)).stored_blocks:
-            pass
+        if damage == "delete":
+            # All that went with the file is known by now or soon, not only what was asked for.
+            while (
+                worker.match(tokens(1, BLOCKS)).stored_blocks or worker.match(tokens(100, 40)).stored_blocks
+            ):
+                pass
         assert store.check() == []
         assert store_chain(store, worker.namespace, hashes)
         assert load_chain(store, worker.namespace, hashes) == BLOCKS
