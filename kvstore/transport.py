@@ -74,15 +74,12 @@ class Transport:
 
         A daemon that was killed may still seem to listen for a moment, so it is asked again and again.
         """
-        ready = grpc.channel_ready_future(self._channel)
-        try:
-            while time.monotonic() < deadline:
-                self._probe(deadline)
-                with contextlib.suppress(grpc.FutureTimeoutError):
-                    ready.result(timeout=_PROBE_SECONDS)
-                    return
-        finally:
-            ready.cancel()
+        while time.monotonic() < deadline:
+            self._probe(deadline)
+            # A pure call that may be given up: the real one must not run twice.
+            with contextlib.suppress(grpc.RpcError):
+                self.stub.Status(pb.StatusRequest(), timeout=_PROBE_SECONDS, wait_for_ready=True)
+                return
 
     def _attempt(self, verb: Callable[..., Any], request: Any, deadline: float, *, wait: bool) -> Any:
         try:
