@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -28,6 +29,7 @@ class Mapping:
     def __init__(self, connection: socket.socket, memory: mmap.mmap, token: bytes) -> None:
         self.identity = WorkerId(token, mapped=True)
         self._connection = connection
+        self._mmap = memory
         self._memory = memoryview(memory)
         self._lock = threading.Lock()
         self._users = 0
@@ -67,8 +69,15 @@ class Mapping:
             self._close_if_over()
 
     def _close_if_over(self) -> None:
-        if self._retired and not self._users:
+        if self._retired and not self._users and self._connection.fileno() >= 0:
             self._connection.close()
+            # The last to unmap a dead daemon's arena frees its pages, 0.1 s and more a GiB: not in a request.
+            threading.Thread(target=self._unmap, name="latentkv-unmap", daemon=True).start()
+
+    def _unmap(self) -> None:
+        self._memory.release()
+        with contextlib.suppress(BufferError):  # a view is still alive, and its end unmaps
+            self._mmap.close()
 
     def close_in_child(self) -> None:
         """Let go of a connection inherited by a fork: the parent's end of file must be seen."""
