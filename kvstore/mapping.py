@@ -35,6 +35,13 @@ class Mapping:
         self._users = 0
         self._retired = False
         _mappings.add(self)
+        threading.Thread(target=self._watch, name="latentkv-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        # A dead daemon's arena is let go at once: the next one may need its memory.
+        with contextlib.suppress(OSError):
+            self._connection.recv(1)  # nothing is ever sent, so this is the end of file
+        self.retire()
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Writable bytes of a slot. Raises ``ArenaUnavailable`` outside the arena."""
@@ -70,6 +77,8 @@ class Mapping:
 
     def _close_if_over(self) -> None:
         if self._retired and not self._users and self._connection.fileno() >= 0:
+            with contextlib.suppress(OSError):  # wakes the watching thread; gone already if the daemon is
+                self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
             # The last to unmap a dead daemon's arena frees its pages, 0.1 s and more a GiB: not in a request.
             threading.Thread(target=self._unmap, name="latentkv-unmap", daemon=True).start()
