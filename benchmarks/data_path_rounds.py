@@ -63,7 +63,7 @@ class Plan:
     @property
     def raw_blocks(self) -> int:
         """Blocks of one raw measurement."""
-        return min(max(self.blocks, 16), RAW_BLOCKS)
+        return min(self.blocks, RAW_BLOCKS)
 
     @property
     def disk_bytes(self) -> int:
@@ -146,7 +146,7 @@ class Course:
 
     def __enter__(self) -> Self:
         plan = self._plan
-        need = (plan.blocks + 2 * plan.warm_blocks) * plan.block_bytes + plan.arena_bytes
+        need = (plan.blocks + plan.raw_blocks + 2 * plan.warm_blocks) * plan.block_bytes + plan.arena_bytes
         if (free := host_available_bytes()) < need:
             raise BenchmarkError(
                 f"{need >> 20} MiB of memory are needed, {free >> 20} free; measure fewer --blocks"
@@ -173,6 +173,7 @@ class Course:
         self._prints = self._worker.fingerprints()
         self._document = self._worker.document(_LONG, plan.blocks)
         self._worker.store_durably(self._document)
+        self._places = self._disk.places(self._payload_files())
         self._short = self._worker.document(_SHORT, plan.warm_blocks)
         self._worker.store_durably(self._short)
         if plan.blocks >= MATCH_BLOCKS:
@@ -181,6 +182,12 @@ class Course:
         small.meet()
         small.store_durably(small.document(_LONG, MATCH_BLOCKS))
         self._matcher = small
+
+    def _payload_files(self) -> list[Path]:
+        """The files with the document's bytes, the first written first."""
+        directory = self._daemon.data / "payloads" / str(self._plan.block_bytes)
+        files = (path for path in directory.rglob("*") if path.is_file())
+        return sorted(files, key=lambda path: (len(path.name), path.name))
 
     @cached_property
     def _matcher(self) -> Worker:
@@ -192,9 +199,9 @@ class Course:
         self._rss = 0
         cached = self._restart()
         before, after = self._depths()
-        raw_read = {depth: self._disk.read(depth) for depth in before}
+        raw_read = {depth: self._disk.read(depth, self._places) for depth in before}
         cold = self._rate(plan.blocks, self._load_all())
-        raw_read |= {depth: self._disk.read(depth) for depth in after}
+        raw_read |= {depth: self._disk.read(depth, self._places) for depth in after}
         self._check_pool()
         matches = self._matches()
         warm_memcpy, warm = self._warm()

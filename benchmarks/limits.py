@@ -4,48 +4,60 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 import numpy as np
 import torch
 
 from benchmarks.options import BenchmarkError
+from benchmarks.page_cache import extents
+from kvstore.memory import allocate_shared
 
 DEPTHS = (1, 2, 4, 8)  # of the queue: threads with one request each in flight
 _PAGE = 4096
+Places: TypeAlias = list[tuple[int, int]]  # descriptor and offset
 
 
 class RawDisk:
-    """A file of ``blocks`` blocks, read and written in whole blocks with O_DIRECT.
+    """Block-sized requests past the page cache, on one thread for each that is in flight.
 
-    It is written once before anything is timed, so a timed write finds its place on disk: that is
-    the fastest a file can be written. Raises ``BenchmarkError`` where O_DIRECT is not to be had.
+    Writes go to a file of ``blocks`` blocks that was written before, so they find their place on
+    disk: that is the fastest a file can be written. Reads go to files that others wrote, since it may
+    matter where on a disk they lie. Raises ``BenchmarkError`` where O_DIRECT is not to be had.
     """
 
     def __init__(self, path: Path, block_bytes: int, blocks: int) -> None:
         self._block_bytes = block_bytes
         self._step = -(-block_bytes // _PAGE) * _PAGE
-        self._blocks = blocks
-        # Random bytes, since a disk may find short ways for others; and shared memory, since the
-        # blocks of a store must go there: the system may give it smaller pages than to others.
-        noise = np.frombuffer(np.random.default_rng(0).bytes(max(DEPTHS) * self._step), np.uint8)
-        self._memory = _shared(max(DEPTHS), self._step)
-        self._memory.view(-1).numpy()[:] = noise
-        self._buffers = [memoryview(row.numpy()) for row in self._memory]
+        # Memory like an arena's, a piece for each block, as loaded blocks need it: how scattered
+        # its pages lie in physical memory makes the disk up to twice as slow.
+        self._memory = _shared_bytes(blocks * self._step)
+        self._buffers = [self._memory[at : at + self._step] for at in range(0, len(self._memory), self._step)]
+        noise = np.random.default_rng(0)
+        for buffer in self._buffers:  # random, since a disk may find short ways for other bytes
+            buffer[:] = noise.bytes(self._step)
+        self._files = ExitStack()
+        own = self._opened(path, os.O_RDWR | os.O_CREAT)
+        os.posix_fallocate(own, 0, blocks * self._step)
+        self._own = [(own, block * self._step) for block in range(blocks)]
+        self.write(max(DEPTHS))
+
+    def _opened(self, path: Path, flags: int) -> int:
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+            fd = os.open(path, flags | os.O_DIRECT, 0o600)
         except OSError as error:
             raise BenchmarkError(
                 f"{path}: no O_DIRECT there ({error.strerror}), so no limit to compare with; use --data"
             ) from None
-        os.posix_fallocate(self._fd, 0, blocks * self._step)
-        self.write(max(DEPTHS))
+        self._files.callback(os.close, fd)
+        return fd
 
     def __enter__(self) -> Self:
         return self
@@ -53,18 +65,30 @@ class RawDisk:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._fd)
+        self._files.close()
 
-    def read(self, depth: int) -> float:
-        """Bytes a second of reading all blocks, ``depth`` at a time."""
-        return self._timed(depth, lambda buffer, at: self._whole(os.preadv(self._fd, [buffer], at)))
+    def places(self, files: Iterable[Path]) -> Places:
+        """Where ``blocks`` blocks can be read in the written parts of files. Raises ``BenchmarkError``."""
+        found: Places = []
+        for path in files:
+            fd = self._opened(path, os.O_RDONLY)
+            for start, stop in extents(fd):
+                found += [(fd, at) for at in range(start, stop - self._step + 1, self._step)]
+        if len(found) < len(self._buffers):
+            raise BenchmarkError(f"only {len(found)} of {len(self._buffers)} blocks are in the store's files")
+        return found[: len(self._buffers)]
+
+    def read(self, depth: int, places: Places) -> float:
+        """Bytes a second of reading blocks, ``depth`` at a time."""
+        return self._timed(depth, places, lambda fd, buffer, at: self._whole(os.preadv(fd, [buffer], at)))
 
     def write(self, depth: int) -> float:
         """Bytes a second of writing all blocks and one fdatasync."""
         return self._timed(
             depth,
-            lambda buffer, at: self._whole(os.pwritev(self._fd, [buffer], at)),
-            lambda: os.fdatasync(self._fd),
+            self._own,
+            lambda fd, buffer, at: self._whole(os.pwritev(fd, [buffer], at)),
+            lambda: os.fdatasync(self._own[0][0]),
         )
 
     def _whole(self, done: int) -> None:
@@ -72,23 +96,31 @@ class RawDisk:
             raise BenchmarkError(f"the disk moved {done} of {self._step} bytes; measure on another one")
 
     def _timed(
-        self, depth: int, move: Callable[[memoryview, int], None], finish: Callable[[], None] = lambda: None
+        self,
+        depth: int,
+        places: Places,
+        move: Callable[[int, memoryview, int], None],
+        finish: Callable[[], None] = lambda: None,
     ) -> float:
-        blocks = count()
+        requests = iter(zip(places, self._buffers, strict=True))  # shared: the next goes to who is free
+        turn = threading.Lock()
 
-        def work(buffer: memoryview) -> None:
-            for block in blocks:  # shared: the next block goes to whoever is free
-                if block >= self._blocks:
+        def work(_: int) -> None:
+            while True:
+                with turn:
+                    request = next(requests, None)
+                if request is None:
                     return
-                move(buffer, block * self._step)
+                (fd, at), buffer = request
+                move(fd, buffer, at)
 
         with ThreadPoolExecutor(depth) as threads:
             started = time.perf_counter()
-            for done in threads.map(work, self._buffers[:depth]):
+            for done in threads.map(work, range(depth)):
                 assert done is None
             finish()
             seconds = time.perf_counter() - started
-        return self._blocks * self._block_bytes / seconds
+        return len(places) * self._block_bytes / seconds
 
 
 class Memcpy:
@@ -113,6 +145,12 @@ class Memcpy:
     def copied(self) -> bool:
         """Whether the target holds what the source does."""
         return torch.equal(self._source, self._target)
+
+
+def _shared_bytes(nbytes: int) -> memoryview:
+    fd, memory = allocate_shared(nbytes)
+    os.close(fd)
+    return memoryview(memory)
 
 
 def _shared(rows: int, columns: int) -> torch.Tensor:

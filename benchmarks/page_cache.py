@@ -59,7 +59,7 @@ def drop(directory: Path) -> Dropped:
 def cached_bytes(path: Path) -> int:
     """Bytes of a file's data that are in memory. Looking does not bring them there."""
     with path.open("rb") as file:
-        return sum(_resident(file.fileno(), start, stop) for start, stop in _extents(file.fileno()))
+        return sum(_resident(file.fileno(), start, stop) for start, stop in extents(file.fileno()))
 
 
 def _advise(path: Path) -> bool:
@@ -83,10 +83,11 @@ def _drop_everything() -> bool:
 
 def _data_bytes(path: Path) -> int:
     with path.open("rb") as file:
-        return sum(stop - start for start, stop in _extents(file.fileno()))
+        return sum(stop - start for start, stop in extents(file.fileno()))
 
 
-def _extents(fd: int) -> Iterator[tuple[int, int]]:
+def extents(fd: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of the written parts of a file."""
     # LMDB's files are sparse: holes are neither on disk nor worth a look.
     end, at = os.fstat(fd).st_size, 0
     while at < end:
