@@ -29,8 +29,8 @@ class RawDisk:
     """Block-sized requests past the page cache, on one thread for each that is in flight.
 
     Writes go to a file of ``blocks`` blocks that was written before, so they find their place on
-    disk: that is the fastest a file can be written. Reads go to files that others wrote, since it may
-    matter where on a disk they lie. Raises ``BenchmarkError`` where O_DIRECT is not to be had.
+    disk: that is the fastest a file can be written. Reads go to files that others wrote: to the very
+    bytes that the store reads. Raises ``BenchmarkError`` where O_DIRECT is not to be had.
     """
 
     def __init__(self, path: Path, block_bytes: int, blocks: int) -> None:
