@@ -62,7 +62,7 @@ def test_restart_finds_every_block_of_a_document(run):
 
 
 def test_concurrency_counts_what_each_worker_gets(run):
-    options = ["--layout", "tiny", "--workers", "2", "--rounds", "1", "--seconds", "1", "--arena", "128MiB"]
+    options = ["--layout", "tiny", "--workers", "1", "--rounds", "1", "--seconds", "1", "--arena", "128MiB"]
     rows = run(concurrency, *options)["workers"]
-    assert [row["workers"] for row in rows] == [2]
+    assert [row["workers"] for row in rows] == [1]
     assert all(row["gbps"] > 0 and row["match_ms_p50"] > 0 for row in rows)
