@@ -211,21 +211,19 @@ class Catalog:
 
     def claim(self, name: str, value: str) -> str:
         """The value under ``name``, which is ``value`` if there was none. Raises ``DiskError``."""
-        key = b"claim/" + name.encode()
-        for found, known in self._scan(self._info):
-            if found == key:
-                return known.decode(errors="replace")
-        self._write(lambda txn: txn.put(key, value.encode(), db=self._info))
-        return value
+        return self._keep(b"claim/" + name.encode(), value.encode()).decode(errors="replace")
 
     def tenant_secret(self, tenant: str) -> bytes:
         """The 32 random bytes of this tenant, made on first use. Raises ``DiskError``."""
         # Hashed, since a name may be longer than LMDB's keys.
         key = b"tenant/" + blake2b(tenant.encode(errors="surrogatepass"), digest_size=32).digest()
+        return self._keep(key, secrets.token_bytes(SECRET_BYTES))
+
+    def _keep(self, key: bytes, fresh: bytes) -> bytes:
+        """What ``info`` has under ``key``, which is ``fresh`` from now on if it had nothing."""
         known = next((value for found, value in self._scan(self._info) if found == key), None)
         if known is not None:
             return known
-        fresh = secrets.token_bytes(SECRET_BYTES)
         self._write(lambda txn: txn.put(key, fresh, db=self._info))
         return fresh
 

@@ -47,13 +47,12 @@ class Matcher:
         self._policy = policy
         self._interval = interval
 
-    def match(self, prompt: Prompt, walk: Walk) -> Match:
-        """The deepest usable unit of a walked prompt. Changes nothing."""
+    def match(self, prompt: Prompt, walk: Walk, common: int) -> Match:
+        """The deepest usable unit of a walked prompt, whose ``common_prefix`` is known. Changes nothing."""
         index, rows = self._index, walk.rows
         unit = len(rows) if self._policy == "block" else index.deepest_unit(rows)
         blocks = min(prompt.aligned(unit), prompt.usable_blocks)
         host = sum(index.slot[row] != NONE for row in rows[:blocks])
-        common = [depth * prompt.block_tokens for depth in (self.common_prefix(prompt, walk),) if depth]
         return Match(
             blocks=blocks,
             host_blocks=host,
@@ -63,7 +62,10 @@ class Matcher:
             stored_blocks=len(rows),
             reason=self._reason(prompt, walk, unit),
             persist_points=plan_input(
-                prompt.tokens, interval=self._interval, common=common, block_tokens=prompt.block_tokens
+                prompt.tokens,
+                interval=self._interval,
+                common=(common * prompt.block_tokens,),
+                block_tokens=prompt.block_tokens,
             ),
             interval=self._interval,
         )

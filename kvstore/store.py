@@ -146,9 +146,10 @@ class Store:
             raise InvalidArgument(f"align={align} is no positive multiple of {block_tokens} tokens")
         prompt = Prompt(space.id, hashes, tokens, block_tokens, math.lcm(align, block_tokens))
         walk = self._index.walk(space.id, hashes)
-        match = self._matcher.match(prompt, walk)
+        common = self._matcher.common_prefix(prompt, walk)
+        match = self._matcher.match(prompt, walk, common)
         if store:
-            if self._matcher.common_prefix(prompt, walk) == len(walk.rows) > 0:
+            if common == len(walk.rows) > 0:
                 self._reserver.mark(walk.rows[-1], UnitKind.COMMON_PREFIX)
             if len(walk.rows) < len(hashes):
                 # With the last stored block, so that it is known how the chain went on.

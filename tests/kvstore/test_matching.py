@@ -42,7 +42,8 @@ class Fixture:
 
     def match(self, word, **how):
         prompt = self.prompt(word, **how)
-        return self.matcher.match(prompt, self.index.walk(0, prompt.hashes))
+        walk = self.index.walk(0, prompt.hashes)
+        return self.matcher.match(prompt, walk, self.matcher.common_prefix(prompt, walk))
 
     def see(self, word):
         prompt = self.prompt(word)
