@@ -1,4 +1,4 @@
-"""The verbs against a daemon: ``connect(url)``.
+"""The verbs against a daemon: what ``kvstore.connect(url)`` returns.
 
 On the daemon's host blocks go through its arena, mapped here; elsewhere, or when the
 arena can't be had, they travel as bytes. The caller cannot tell which.
@@ -40,16 +40,6 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _RELEASE_TIMEOUT = 1.0  # seconds to tell a daemon that has just failed to answer
-
-
-def connect(url: str, *, timeout: float = 5.0) -> Client:
-    """A client of the daemon at ``unix:///path`` or ``host:port``.
-
-    Connects when first used, and again after the daemon has restarted; so it never fails
-    because the daemon is away. ``timeout`` (seconds) bounds every call that has no own.
-    Raises ``InvalidArgument`` for a malformed url.
-    """
-    return Client(url, timeout)
 
 
 @dataclass(eq=False)

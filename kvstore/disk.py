@@ -7,6 +7,7 @@ after a crash the catalogue names whole payloads only, and what it doesn't name 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 from collections import defaultdict
@@ -83,12 +84,12 @@ class DiskTier:
     def __init__(self, settings: StoreSettings, open_payloads: OpenPayloads | None = None) -> None:
         self._payload_root = settings.data / "payloads"
         self._lock = lock_directory(settings.data)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._lock.close)
             self.catalog = Catalog.open(settings.data / "catalog", settings.catalog_bytes)
+            undo.callback(self.catalog.close)
             self._require_kind(settings)
-        except BaseException:
-            self._lock.close()
-            raise
+            undo.pop_all()
         self.lead = LEAD[settings.payloads]
         self.readers = settings.readers
         self._codec = codec_by_name(settings.codec)
@@ -101,7 +102,6 @@ class DiskTier:
     def _require_kind(self, settings: StoreSettings) -> None:
         found = self.catalog.claim("payloads", settings.payloads)
         if found != settings.payloads:
-            self.catalog.close()
             raise FormatMismatch(
                 f"data directory {settings.data} holds {found} payloads, not {settings.payloads};"
                 f" start with payloads={found}, or remove the directory (it is a cache)"

@@ -98,19 +98,7 @@ class Config(BaseSettings):
 
     def store_settings(self) -> StoreSettings:
         """The store's share. Raises ``InvalidArgument``, whose message starts with the setting's name."""
-        return StoreSettings(
-            data=self.data,
-            host_bytes=int(self.host_bytes),
-            disk_bytes=int(self.disk_bytes),
-            interval=self.interval,
-            policy=self.policy,
-            codec=self.codec,
-            payloads=self.payloads,
-            ghost_bytes=int(self.ghost_bytes),
-            lease_seconds=self.lease_seconds,
-            drain_seconds=self.drain_seconds,
-            readers=self.readers,
-        )
+        return StoreSettings(**self.model_dump(include=set(StoreSettings.__dataclass_fields__)))
 
 
 def load(flags: Mapping[str, str | None], file: str | None = None) -> Config:
