@@ -15,7 +15,6 @@ import os
 import platform
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.arguments import workplace
 from benchmarks.daemon import Daemon
 from benchmarks.documents import Prompt, read_prompt
 from benchmarks.memory import peak_bytes, smaller_host_bytes
@@ -63,8 +63,8 @@ def _benchmark(options: Options, console: Console) -> int:
     _introduce(console, about)
     started = time.perf_counter()
     with (
-        _place(options.data) as data,
-        Daemon(data, flags) as daemon,
+        workplace(options.data, need_bytes=0) as place,
+        Daemon(place / "data", flags) as daemon,
         _progress(subject, console) as (counter, say),
     ):
         prefiller = Prefiller(subject, repeats=options.repeats, announce=say)
@@ -99,20 +99,6 @@ def _host_flags(options: Options) -> tuple[list[str], str]:
     if (smaller := smaller_host_bytes()) is not None:
         return ["--host-bytes", str(smaller)], f"only {smaller >> 20} MiB of memory, for little is free here"
     return [], "default settings"
-
-
-@contextmanager
-def _place(parent: Path) -> Iterator[Path]:
-    """A data directory for this run, gone afterwards. Not in /tmp by default: that may be memory."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(prefix="store-", dir=parent.resolve(), ignore_cleanup_errors=True)
-    except OSError as error:
-        raise BenchmarkError(
-            f"--data {parent}: {error.strerror}; name a directory that can be written"
-        ) from None
-    with made as directory:
-        yield Path(directory) / "data"
 
 
 @contextmanager
