@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from kvstore import wire
+from kvstore import connect, wire
 from kvstore.api import KVStore
-from kvstore.client import Client, connect
+from kvstore.client import Client
 from kvstore.errors import (
     CapacityTooSmall,
     InvalidArgument,
