@@ -20,6 +20,7 @@ from kvstore.api import (
     Load,
     Match,
     MissReason,
+    Readers,
     Reservation,
     ReservedBlock,
     ReserveState,
@@ -99,13 +100,19 @@ class Client:
             return Match(reason=MissReason.UNAVAILABLE)
 
     def load(
-        self, namespace: bytes, hashes: Sequence[bytes], *, first: int = 0, timeout: float = 60.0
+        self,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        *,
+        first: int = 0,
+        timeout: float = 60.0,
+        readers: Readers | None = None,
     ) -> Load:
         """See ``KVStore.load``."""
         block_bytes = self._block_bytes_of(namespace)
 
         def start(mapping: Mapping | None) -> Load:
-            request = wire.load_start(self._identity(mapping), namespace, hashes, first)
+            request = wire.load_start(self._identity(mapping), namespace, hashes, first, readers)
             return self._start_load(mapping, request, Wanted(first, len(hashes), block_bytes, timeout))
 
         try:
