@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvstore import uploads, wire
@@ -60,6 +60,7 @@ class Client:
         self._remote = WorkerId(secrets.token_bytes(wire.TOKEN_BYTES), mapped=False)
         self._lock = threading.Lock()  # over what follows, never held across I/O
         self._block_bytes: dict[bytes, int] = {}  # by namespace digest
+        self._damaged = 0  # blocks whose bytes came with a wrong checksum
         # By ids of our own: a daemon's id does not say which run of it gave the lease.
         self._leases: dict[int, _Lease] = {}
         self._ids = itertools.count(1)
@@ -129,9 +130,13 @@ class Client:
             call.cancel()
             raise
         if mapping is None:
-            return ByteLoad(call, wanted)
+            return ByteLoad(call, wanted, self._count_damaged)
         mapping.use()
         return MappedLoad(call, wanted, mapping, lambda: self._free(lease, mapping))
+
+    def _count_damaged(self) -> None:
+        with self._lock:
+            self._damaged += 1
 
     def reserve(
         self, namespace: bytes, parent: bytes, hashes: Sequence[bytes], *, lease: int = 0
@@ -217,8 +222,9 @@ class Client:
                 self._retire(mapping)
 
     def status(self) -> Status:
-        """See ``KVStore.status``."""
-        return wire.status_of(self._transport.call(self._transport.stub.Status, pb.StatusRequest()))
+        """See ``KVStore.status``. The counters have one of this client's own: ``damaged_blocks``."""
+        status = wire.status_of(self._transport.call(self._transport.stub.Status, pb.StatusRequest()))
+        return replace(status, counters=status.counters | {"damaged_blocks": self._damaged})
 
     def close(self) -> None:
         """Release everything and end the connection. A load that is open keeps its views until it ends."""
