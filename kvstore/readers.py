@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from kvstore.api import Readers
 from kvstore.errors import InvalidArgument
 
 PATIENCE = 2.0  # seconds that the others wait for a reader that makes no progress
+REMEMBERED = 256  # names of groups that have ended
 MAX_WINDOW = 256  # blocks; fewer than the second chances that the arena gives to wanted ones
 
 
@@ -123,17 +124,21 @@ class ReaderGroups:
     def __init__(self, window_bytes: int, wake: Callable[[], None], counters: Counter[str]) -> None:
         self._window_bytes = window_bytes
         self._groups: dict[tuple[int, bytes], ReaderGroup] = {}
+        # So that whoever comes when the others have ended waits for nobody.
+        self._over: deque[tuple[int, bytes]] = deque(maxlen=REMEMBERED)
         self.wake = wake
         self.counters = counters
 
     def join(self, namespace: int, readers: Readers, first: int, block_bytes: int) -> Reader | None:
-        """A load that will ask for blocks from ``first`` on joins its group.
+        """A load that will ask for blocks from ``first`` on joins its group; None if that has ended.
 
         Raises ``InvalidArgument`` when the others said another number of readers.
         """
         key = namespace, readers.group
         group = self._groups.get(key)
         if group is None:
+            if key in self._over:
+                return None
             window = min(max(self._window_bytes // block_bytes, 1), MAX_WINDOW)
             group = self._groups[key] = ReaderGroup(readers.count, first, window, self)
         if group.count != readers.count:
@@ -143,5 +148,7 @@ class ReaderGroups:
         return group.join(first)
 
     def forget(self, group: ReaderGroup) -> None:
-        """A group without readers is over."""
-        self._groups = {key: kept for key, kept in self._groups.items() if kept is not group}
+        """A group without readers has ended."""
+        for key in [key for key, kept in self._groups.items() if kept is group]:
+            del self._groups[key]
+            self._over.append(key)

@@ -171,6 +171,16 @@ async def test_a_reader_that_leaves_sets_the_others_free(tmp_path):
 
 
 @in_loop
+async def test_a_reader_that_comes_when_the_others_have_ended_waits_for_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "PATIENCE", 0.05)
+    async with shelf(tmp_path) as it:
+        assert await it.read(Readers(GROUP, 2)).finish() == BLOCKS
+        monkeypatch.setattr(readers, "PATIENCE", 3600)
+        assert await it.read(Readers(GROUP, 2)).finish() == BLOCKS
+        assert it.store.counters["readers_left_behind"] == 1
+
+
+@in_loop
 async def test_one_reader_too_many_reads_by_itself(tmp_path):
     async with shelf(tmp_path) as it:
         one, too_many = it.read(Readers(GROUP, 1)), it.read(Readers(GROUP, 1))
