@@ -45,6 +45,7 @@ export -f environment
 export PYTHON VENV
 
 step environment 240 bash -c environment
+if [ "${#failed[@]}" -ne 0 ]; then exit 1; fi
 step cuda-tests 90 "$VENV/bin/python" -m pytest -q -rs tests/mla/test_cuda.py tests/mla/test_transfer.py
 step data-path 100 "$VENV/bin/python" -m benchmarks.data_path --device cuda --layout deepseek-v3 --blocks 256 \
     --rounds 3 --arena 2GiB --payloads slab --data "$DATA" --json "$OUT/data-path.json"
