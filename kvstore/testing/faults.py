@@ -1,4 +1,4 @@
-"""Payloads that fail on demand: a real store with a failing disk underneath."""
+"""Payloads and a catalogue that fail on demand: a real store with a failing disk underneath."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.catalog import BlockRecord, Catalog, UnitRecord
 from kvstore.errors import DiskError
 from kvstore.payloads import OpenPayloads, Payloads, Place
 from kvstore.payloads.direct import Run
@@ -31,14 +32,21 @@ class Faults:
     fail_writes: bool = False
     fail_reads: bool = False
     fail_frees: bool = False
+    fail_commits: bool = False
     read_gate: threading.Event = field(default_factory=_open_gate)
     write_gate: threading.Event = field(default_factory=_open_gate)
+    catalog_gate: threading.Event = field(default_factory=_open_gate)
     reads: int = 0  # begun
     writes: int = 0  # begun
+    commits: int = 0  # of the catalogue that put something, begun
 
     def open(self, path: Path, map_bytes: int, block_bytes: int, first_free: int) -> Payloads:
         """Payloads of ``inner`` behind these switches."""
         return FaultyPayloads(self.inner(path, map_bytes, block_bytes, first_free), self)
+
+    def guard(self, catalog: Catalog) -> Catalog:
+        """The same open catalogue behind these switches."""
+        return FaultyCatalog(catalog, self)
 
 
 class FaultyPayloads:
@@ -90,3 +98,26 @@ class FaultyPayloads:
     def close(self) -> None:
         """See ``Payloads.close``."""
         self._inner.close()
+
+
+class FaultyCatalog(Catalog):
+    """An open catalogue behind the switches of ``Faults``: its commits wait and fail as they say."""
+
+    def __init__(self, inner: Catalog, faults: Faults) -> None:
+        super().__init__(inner._path, inner._file)
+        self._faults = faults
+
+    def commit(
+        self,
+        *,
+        blocks: Sequence[BlockRecord] = (),
+        units: Sequence[UnitRecord] = (),
+        drop_blocks: Sequence[bytes] = (),
+        drop_units: Sequence[bytes] = (),
+    ) -> None:
+        """See ``Catalog.commit``."""
+        self._faults.commits += bool(blocks or units)
+        self._faults.catalog_gate.wait()
+        if self._faults.fail_commits:
+            raise DiskError("injected: the catalogue cannot be written")
+        super().commit(blocks=blocks, units=units, drop_blocks=drop_blocks, drop_units=drop_units)
