@@ -32,12 +32,13 @@ class Faults:
     fail_writes: bool = False
     fail_reads: bool = False
     fail_frees: bool = False
-    fail_commits: bool = False
+    fail_commits: int = 0  # so many of the catalogue's next commits
     read_gate: threading.Event = field(default_factory=_open_gate)
     write_gate: threading.Event = field(default_factory=_open_gate)
     catalog_gate: threading.Event = field(default_factory=_open_gate)
     reads: int = 0  # begun
     writes: int = 0  # begun
+    written: set[int] = field(default_factory=set)  # every key that was given out
     commits: int = 0  # of the catalogue that put something, begun
 
     def open(self, path: Path, map_bytes: int, block_bytes: int, first_free: int) -> Payloads:
@@ -63,7 +64,9 @@ class FaultyPayloads:
         self._faults.write_gate.wait()
         if self._faults.fail_writes:
             raise DiskError("injected: the disk cannot be written")
-        return self._inner.write(items)
+        places = self._inner.write(items)
+        self._faults.written.update(place.key for place in places)
+        return places
 
     def read_into(self, place: Place, run: Run) -> None:
         """See ``Payloads.read_into``."""
@@ -119,5 +122,6 @@ class FaultyCatalog(Catalog):
         self._faults.commits += bool(blocks or units)
         self._faults.catalog_gate.wait()
         if self._faults.fail_commits:
+            self._faults.fail_commits -= 1
             raise DiskError("injected: the catalogue cannot be written")
         super().commit(blocks=blocks, units=units, drop_blocks=drop_blocks, drop_units=drop_units)
