@@ -128,7 +128,7 @@ class Store:
             return known.digest
         check_interval(self.settings.interval, namespace.layout.block_tokens)
         self._spaces.fit(namespace.layout)
-        number, digest = await self._writer.in_thread(self._disk.add_namespace, namespace)
+        number, digest = await self._writer.add_namespace(namespace)
         return self._spaces.admit(number, namespace, digest).digest
 
     def block_bytes(self, namespace: bytes) -> int:

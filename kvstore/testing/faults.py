@@ -1,4 +1,4 @@
-"""Payloads that fail on demand: a real store with a failing disk underneath."""
+"""Payloads and a catalogue that fail on demand: a real store with a failing disk underneath."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.catalog import BlockRecord, Catalog, UnitRecord
 from kvstore.errors import DiskError
 from kvstore.payloads import OpenPayloads, Payloads, Place
 from kvstore.payloads.direct import Run
@@ -31,14 +32,22 @@ class Faults:
     fail_writes: bool = False
     fail_reads: bool = False
     fail_frees: bool = False
+    fail_commits: int = 0  # so many of the catalogue's next commits
     read_gate: threading.Event = field(default_factory=_open_gate)
     write_gate: threading.Event = field(default_factory=_open_gate)
+    catalog_gate: threading.Event = field(default_factory=_open_gate)
     reads: int = 0  # begun
     writes: int = 0  # begun
+    written: set[int] = field(default_factory=set)  # every key that was given out
+    commits: int = 0  # of the catalogue that put something, begun
 
     def open(self, path: Path, map_bytes: int, block_bytes: int, first_free: int) -> Payloads:
         """Payloads of ``inner`` behind these switches."""
         return FaultyPayloads(self.inner(path, map_bytes, block_bytes, first_free), self)
+
+    def guard(self, catalog: Catalog) -> Catalog:
+        """The same open catalogue behind these switches."""
+        return FaultyCatalog(catalog, self)
 
 
 class FaultyPayloads:
@@ -55,7 +64,9 @@ class FaultyPayloads:
         self._faults.write_gate.wait()
         if self._faults.fail_writes:
             raise DiskError("injected: the disk cannot be written")
-        return self._inner.write(items)
+        places = self._inner.write(items)
+        self._faults.written.update(place.key for place in places)
+        return places
 
     def read_into(self, place: Place, run: Run) -> None:
         """See ``Payloads.read_into``."""
@@ -90,3 +101,27 @@ class FaultyPayloads:
     def close(self) -> None:
         """See ``Payloads.close``."""
         self._inner.close()
+
+
+class FaultyCatalog(Catalog):
+    """An open catalogue behind the switches of ``Faults``: its commits wait and fail as they say."""
+
+    def __init__(self, inner: Catalog, faults: Faults) -> None:
+        super().__init__(inner._path, inner._file)
+        self._faults = faults
+
+    def commit(
+        self,
+        *,
+        blocks: Sequence[BlockRecord] = (),
+        units: Sequence[UnitRecord] = (),
+        drop_blocks: Sequence[bytes] = (),
+        drop_units: Sequence[bytes] = (),
+    ) -> None:
+        """See ``Catalog.commit``."""
+        self._faults.commits += bool(blocks or units)
+        self._faults.catalog_gate.wait()
+        if self._faults.fail_commits:
+            self._faults.fail_commits -= 1
+            raise DiskError("injected: the catalogue cannot be written")
+        super().commit(blocks=blocks, units=units, drop_blocks=drop_blocks, drop_units=drop_units)
