@@ -215,7 +215,10 @@ def load_returned(indices: Iterable[int]) -> pb.LoadRequest:
 
 def marks(units: Sequence[UnitMark]) -> list[pb.UnitMark]:
     """Unit marks as they travel. Raises ``InvalidArgument``."""
-    return [pb.UnitMark(hash=digest(unit.hash), kinds=int(unit.kinds)) for unit in units]
+    return [
+        pb.UnitMark(hash=digest(unit.hash), kinds=unsigned("unit kinds", int(unit.kinds), 32))
+        for unit in units
+    ]
 
 
 def marks_of(messages: Sequence[pb.UnitMark]) -> list[UnitMark]:
