@@ -17,7 +17,8 @@ DISK_BYTES = 64 * MIB
 class Subject(Protocol):
     """One store under test, whatever stands behind it. ``store`` is another one after a restart.
 
-    It is small: ``HOST_BYTES`` and ``DISK_BYTES``, no intervals, leases that outlive a test.
+    It is small: ``HOST_BYTES`` and by default ``DISK_BYTES``, no intervals, leases that outlive a
+    test. Its data directory is ``data`` in the directory that it was given.
     """
 
     store: KVStore
@@ -36,12 +37,17 @@ class EmbeddedSubject:
     """An embedded store as a ``Subject``."""
 
     def __init__(
-        self, path: Path, payloads: PayloadKind = "lmdb", open_payloads: OpenPayloads | None = None
+        self,
+        path: Path,
+        payloads: PayloadKind = "lmdb",
+        open_payloads: OpenPayloads | None = None,
+        *,
+        disk_bytes: int = DISK_BYTES,
     ) -> None:
         self._settings = StoreSettings(
-            path,
+            path / "data",
             host_bytes=HOST_BYTES,
-            disk_bytes=DISK_BYTES,
+            disk_bytes=disk_bytes,
             interval=0,
             payloads=payloads,
             lease_seconds=3600.0,

@@ -13,7 +13,7 @@ from tests.server.conftest import DaemonProcess, Fleet
 class DaemonSubject:
     """A daemon whose client maps the arena, cannot get at it, or comes over TCP."""
 
-    def __init__(self, path: Path, mode: str, payloads: str) -> None:
+    def __init__(self, path: Path, mode: str, payloads: str, *, disk_bytes: int = DISK_BYTES) -> None:
         self._mode = mode
         self._sockets = tempfile.TemporaryDirectory(prefix="latentkv-")  # a socket's path must be short
         listen = "127.0.0.1:0" if mode == "tcp-bytes" else f"unix://{self._sockets.name}/kv.sock"
@@ -21,7 +21,7 @@ class DaemonSubject:
             "data": path / "data",
             "listen": listen,
             "host-bytes": HOST_BYTES,
-            "disk-bytes": DISK_BYTES,
+            "disk-bytes": disk_bytes,
             "interval": 0,
             "lease-seconds": 3600,
             "drain-seconds": 20,
