@@ -42,6 +42,8 @@ class StoreMachine(RuleBasedStateMachine):
     damaged is there. Invariants are checked after every step, as far as they can be seen.
     """
 
+    most_restarts = 100  # in one run; fewer where a restart takes long
+
     leases: Bundle[int] = Bundle("leases")
     words = st.text("abc", min_size=1, max_size=4)
     layouts = st.sampled_from([0, 0, 0, 1])
@@ -60,6 +62,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.damaged: set[bytes] = set()  # on disk, not stored again since
         self.known: dict[tuple[int, str], list[bytes]] = {}
         self.held: dict[int, tuple[int, list[bytes]]] = {}  # lease -> (layout, blocks that it fills)
+        self.restarts = 0
         self.meet()
 
     def meet(self) -> None:
@@ -218,10 +221,11 @@ class StoreMachine(RuleBasedStateMachine):
                 return True
         return False
 
-    @precondition(lambda self: not self.failing)
+    @precondition(lambda self: not self.failing and self.restarts < self.most_restarts)
     @rule()
     def restart(self) -> None:
         """The store ends cleanly and comes back."""
+        self.restarts += 1
         self.subject.restart()
         self.held.clear()
         self.meet()

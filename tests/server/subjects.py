@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from kvstore.checking import check
 from kvstore.client import Client
 from kvstore.testing.subjects import DISK_BYTES, HOST_BYTES
 from tests.server.conftest import DaemonProcess, Fleet
@@ -52,4 +53,4 @@ class DaemonSubject:
         assert self.daemon.term() == 0
         self._fleet.close()
         self._sockets.cleanup()
-        return []
+        return [f"{fault.kind} {fault.subject}: {fault.detail}" for fault in check(self.path).faults]
