@@ -11,8 +11,9 @@ import itertools
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvstore import uploads, wire
@@ -115,9 +116,10 @@ class Client:
             return EndedLoad(first)
 
     def _start_load(self, mapping: Mapping | None, request: pb.LoadRequest, wanted: Wanted) -> Load:
-        call = LoadCall(request, self._transport.open_load)
+        call = LoadCall(request, self._transport.open_load, self._transport.breaker.trip)
+        timeout = min(wanted.timeout, self._transport.timeout)
         try:
-            lease = call.receive_lease(min(wanted.timeout, self._transport.timeout))
+            lease = call.receive_lease(timeout)
         except BaseException:
             call.cancel()
             raise
@@ -210,8 +212,10 @@ class Client:
                 self._retire(mapping)
 
     def status(self) -> Status:
-        """See ``KVStore.status``."""
-        return wire.status_of(self._transport.call(self._transport.stub.Status, pb.StatusRequest()))
+        """See ``KVStore.status``. Its counters have ours too, as ``client_...``."""
+        status = wire.status_of(self._transport.call(self._transport.stub.Status, pb.StatusRequest()))
+        ours = {f"client_{name}": count for name, count in self._transport.breaker.counters().items()}
+        return replace(status, counters=status.counters | ours)
 
     def close(self) -> None:
         """Release everything and end the connection. A load that is open keeps its views until it ends."""
@@ -266,8 +270,10 @@ class Client:
                 self._mapping.retire()
                 self._mapping = None
             if self._mapping is None:
+                timeout = self._transport.timeout
                 try:
-                    self._mapping = open_mapping(path, self._transport.timeout)
+                    with self._transport.noting_silence(time.monotonic() + timeout):
+                        self._mapping = open_mapping(path, timeout)
                 except ArenaUnavailable as error:
                     log.info("event=arena_unavailable reason=%s", error)
                     return None
