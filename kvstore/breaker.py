@@ -7,9 +7,12 @@ lasts as long as one answer takes.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 0.25  # between two questions
 
@@ -39,12 +42,14 @@ class CircuitBreaker:
                 return
             self._open = True
             self._counts["circuit_opened"] += 1
+        log.warning("event=circuit_opened reason=a call ran into its deadline")
         threading.Thread(target=self._watch, name="latentkv-probe", daemon=True).start()
 
     def _watch(self) -> None:
         while not self._closing.is_set():
             if self._probe():
                 self._open = False
+                log.warning("event=circuit_closed")
                 return
             self._closing.wait(PROBE_SECONDS)
 

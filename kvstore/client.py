@@ -96,7 +96,7 @@ class Client:
         try:
             return wire.match_of(self._transport.call(self._transport.stub.Match, request))
         except Unavailable as error:
-            log.warning("event=match_unanswered reason=%s", error)
+            _log_unanswered("match", error)
             return Match(reason=MissReason.UNAVAILABLE)
 
     def load(
@@ -112,7 +112,7 @@ class Client:
         try:
             return self._with_arena(start)
         except Unavailable as error:
-            log.warning("event=load_unanswered reason=%s", error)
+            _log_unanswered("load", error)
             return EndedLoad(first)
 
     def _start_load(self, mapping: Mapping | None, request: pb.LoadRequest, wanted: Wanted) -> Load:
@@ -285,6 +285,12 @@ class Client:
             if self._mapping is mapping:
                 self._mapping = None
         mapping.retire()
+
+
+def _log_unanswered(verb: str, error: Unavailable) -> None:
+    # That the circuit opened was logged; a line for each call that it refuses would be a flood.
+    level = logging.DEBUG if isinstance(error, wire.NotAsked) else logging.WARNING
+    log.log(level, "event=%s_unanswered reason=%s", verb, error)
 
 
 @contextlib.contextmanager

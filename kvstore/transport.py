@@ -71,7 +71,7 @@ class Transport:
         if self._closed:
             raise Unavailable("this client is closed; connect again")
         if self.breaker.refuses():
-            raise Unavailable("the daemon did not answer in time, and is asked no more until it does")
+            raise wire.NotAsked("the daemon did not answer in time, and is asked no more until it does")
 
     def call(self, verb: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
         """One call, again once if the connection was lost and the daemon is back. Raises ours.

@@ -44,6 +44,10 @@ class Unreachable(Unavailable):
     """Nothing answered: the transport failed. Raised on this side, never sent."""
 
 
+class NotAsked(Unavailable):
+    """The daemon did not answer lately, so it was not asked. Raised on this side, never sent."""
+
+
 _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NamespaceUnknown: grpc.StatusCode.NOT_FOUND,
