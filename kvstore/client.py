@@ -11,6 +11,7 @@ import itertools
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -97,7 +98,7 @@ class Client:
         try:
             return wire.match_of(self._transport.call(self._transport.stub.Match, request))
         except Unavailable as error:
-            log.warning("event=match_unanswered reason=%s", error)
+            _log_unanswered("match", error)
             return Match(reason=MissReason.UNAVAILABLE)
 
     def load(
@@ -119,13 +120,14 @@ class Client:
         try:
             return self._with_arena(start)
         except Unavailable as error:
-            log.warning("event=load_unanswered reason=%s", error)
+            _log_unanswered("load", error)
             return EndedLoad(first)
 
     def _start_load(self, mapping: Mapping | None, request: pb.LoadRequest, wanted: Wanted) -> Load:
-        call = LoadCall(request, self._transport.open_load)
+        call = LoadCall(request, self._transport.open_load, self._transport.breaker.trip)
+        timeout = min(wanted.timeout, self._transport.timeout)
         try:
-            lease = call.receive_lease(min(wanted.timeout, self._transport.timeout))
+            lease = call.receive_lease(timeout)
         except BaseException:
             call.cancel()
             raise
@@ -222,9 +224,10 @@ class Client:
                 self._retire(mapping)
 
     def status(self) -> Status:
-        """See ``KVStore.status``. The counters have one of this client's own: ``damaged_blocks``."""
+        """See ``KVStore.status``. Its counters have ours too, as ``client_...``."""
         status = wire.status_of(self._transport.call(self._transport.stub.Status, pb.StatusRequest()))
-        return replace(status, counters=status.counters | {"damaged_blocks": self._damaged})
+        ours = self._transport.breaker.counters() | {"damaged_blocks": self._damaged}
+        return replace(status, counters=status.counters | {f"client_{name}": ours[name] for name in ours})
 
     def close(self) -> None:
         """Release everything and end the connection. A load that is open keeps its views until it ends."""
@@ -279,8 +282,10 @@ class Client:
                 self._mapping.retire()
                 self._mapping = None
             if self._mapping is None:
+                timeout = self._transport.timeout
                 try:
-                    self._mapping = open_mapping(path, self._transport.timeout)
+                    with self._transport.noting_silence(time.monotonic() + timeout):
+                        self._mapping = open_mapping(path, timeout)
                 except ArenaUnavailable as error:
                     log.info("event=arena_unavailable reason=%s", error)
                     return None
@@ -292,6 +297,12 @@ class Client:
             if self._mapping is mapping:
                 self._mapping = None
         mapping.retire()
+
+
+def _log_unanswered(verb: str, error: Unavailable) -> None:
+    # That the circuit opened was logged; a line for each call that it refuses would be a flood.
+    level = logging.DEBUG if isinstance(error, wire.NotAsked) else logging.WARNING
+    log.log(level, "event=%s_unanswered reason=%s", verb, error)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import socket
 import threading
 import weakref
 
-from kvstore.errors import ArenaUnavailable
+from kvstore.errors import ArenaUnavailable, DeadlineExceeded
 from kvstore.memory import fault_in, map_shared
 from kvstore.wire import HANDOVER_VERSION, TOKEN_BYTES, WorkerId
 
@@ -113,7 +113,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def open_mapping(socket_path: str, timeout: float) -> Mapping:
     """Get the arena of the daemon that listens on ``socket_path``.
 
-    Raises ``ArenaUnavailable``; then blocks must travel as bytes.
+    Raises ``ArenaUnavailable``; then blocks must travel as bytes. Raises ``DeadlineExceeded``
+    when the daemon is there and says nothing.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -121,6 +122,9 @@ def open_mapping(socket_path: str, timeout: float) -> Mapping:
         connection.connect(socket_path + ARENA_SUFFIX)
         token, memory = _receive(connection)
         connection.settimeout(None)
+    except TimeoutError:
+        connection.close()
+        raise DeadlineExceeded(f"{socket_path}{ARENA_SUFFIX} gave no arena within {timeout:g} s") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         connection.close()
         raise ArenaUnavailable(f"no arena from {socket_path}{ARENA_SUFFIX}: {error}") from None

@@ -44,6 +44,10 @@ class Unreachable(Unavailable):
     """Nothing answered: the transport failed. Raised on this side, never sent."""
 
 
+class NotAsked(Unavailable):
+    """The daemon did not answer lately, so it was not asked. Raised on this side, never sent."""
+
+
 _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NamespaceUnknown: grpc.StatusCode.NOT_FOUND,
@@ -223,7 +227,10 @@ def load_returned(indices: Iterable[int]) -> pb.LoadRequest:
 
 def marks(units: Sequence[UnitMark]) -> list[pb.UnitMark]:
     """Unit marks as they travel. Raises ``InvalidArgument``."""
-    return [pb.UnitMark(hash=digest(unit.hash), kinds=int(unit.kinds)) for unit in units]
+    return [
+        pb.UnitMark(hash=digest(unit.hash), kinds=unsigned("unit kinds", int(unit.kinds), 32))
+        for unit in units
+    ]
 
 
 def marks_of(messages: Sequence[pb.UnitMark]) -> list[UnitMark]:

@@ -11,6 +11,7 @@ import typer
 
 from kvstore.errors import KVStoreError
 from server import config as configuration
+from server.check import check
 from server.lifecycle import Daemon
 
 app = typer.Typer(
@@ -91,6 +92,9 @@ def _serve(config: configuration.Config) -> None:
         await Daemon(config).run()
 
     asyncio.run(run())
+
+
+app.command()(check)
 
 
 def main() -> None:
