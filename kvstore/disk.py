@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from kvstore.codec import codec_by_id, codec_by_name
 from kvstore.errors import CorruptBlock, DiskError, FormatMismatch
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
+from kvstore.observer import Observer, Unobserved
 from kvstore.payloads import OpenPayloads, Payloads, Place
 from kvstore.payloads.direct import Run
 from kvstore.payloads.kinds import LEAD, OPEN
@@ -81,7 +83,13 @@ class Freed:
 class DiskTier:
     """Catalogue and payloads. Reads come from several threads, writes from one at a time."""
 
-    def __init__(self, settings: StoreSettings, open_payloads: OpenPayloads | None = None) -> None:
+    def __init__(
+        self,
+        settings: StoreSettings,
+        open_payloads: OpenPayloads | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self._observer = observer or Unobserved()
         self._payload_root = settings.data / "payloads"
         self._lock = lock_directory(settings.data)
         with contextlib.ExitStack() as undo:
@@ -137,6 +145,7 @@ class DiskTier:
 
     def read(self, layout: LatentLayout, stored: Stored, out: Run) -> None:
         """Read a payload into ``out`` and verify it. Raises ``CorruptBlock`` or ``DiskError``."""
+        began = time.monotonic()
         try:
             self._read_once(layout, stored, out)
         except CorruptBlock:
@@ -144,6 +153,7 @@ class DiskTier:
                 raise
             # Perhaps only the page number is wrong: the slow way needs none.
             self._read_once(layout, replace(stored, place=Place(stored.place.key)), out)
+        self._observer.read(stored.length, time.monotonic() - began)
 
     def _read_once(self, layout: LatentLayout, stored: Stored, out: Run) -> None:
         codec = codec_by_id(stored.codec)
@@ -167,6 +177,7 @@ class DiskTier:
 
         All or nothing: raises ``DiskError``, and then no block is named.
         """
+        began = time.monotonic()
         self._free_unnamed()
         encoded = [self._encode(layout, block) for block in blocks]
         checksums = [xxhash.xxh3_64_intdigest(block.data.payload) for block in blocks]
@@ -183,6 +194,7 @@ class DiskTier:
             # Freed by the next write, for what has just failed would probably fail again.
             self._unnamed[layout.block_bytes] += [place.key for place in places]
             raise
+        self._observer.wrote(sum(at.length for at in stored), time.monotonic() - began)
         return stored
 
     def _encode(self, layout: LatentLayout, block: NewBlock) -> tuple[Run, int]:

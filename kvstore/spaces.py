@@ -20,6 +20,7 @@ class Space:
     """An open namespace: its id, the key of its hash chains, and where its blocks go."""
 
     id: int
+    namespace: Namespace
     digest: bytes
     layout: LatentLayout
     slot_class: int
@@ -43,7 +44,7 @@ class SpaceTable:
     def admit(self, number: int, namespace: Namespace, digest: bytes) -> Space:
         """Open a catalogued namespace. Raises ``CapacityTooSmall``."""
         layout = namespace.layout
-        space = Space(number, digest, layout, self.fit(layout), layout.block_bytes)
+        space = Space(number, namespace, digest, layout, self.fit(layout), layout.block_bytes)
         self._by_digest[digest] = self._by_id[number] = self._by_namespace[namespace] = space
         return space
 
