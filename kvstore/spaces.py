@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.arena import Arena
@@ -40,6 +41,9 @@ class SpaceTable:
 
     def __len__(self) -> int:
         return len(self._by_digest)
+
+    def __iter__(self) -> Iterator[Space]:
+        return iter(list(self._by_id.values()))
 
     def admit(self, number: int, namespace: Namespace, digest: bytes) -> Space:
         """Open a catalogued namespace. Raises ``CapacityTooSmall``."""

@@ -32,6 +32,7 @@ from kvstore.reserving import Reserved, Reserver
 from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
 from kvstore.spaces import Space, SpaceTable
+from kvstore.survey import Survey, survey
 from kvstore.units import UnitKind, UnitMark, check_interval
 from kvstore.writeback import Writer
 
@@ -296,6 +297,10 @@ class Store:
             namespaces=len(self._spaces),
             counters=dict(self.counters),
         )
+
+    def survey(self, top: int) -> Survey:
+        """Namespaces, and the ``top`` units by weight and by what they saved."""
+        return survey(self._index, self._spaces, top)
 
     def check(self) -> list[str]:
         """Violated invariants over all tables; empty when sound. For tests."""

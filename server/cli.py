@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from server.commands import config, serve
+from server.commands import config, serve, status
 
 app = typer.Typer(
     help="A tiered store for the prefix caches of MLA models.",
@@ -19,6 +19,8 @@ def _main() -> None:
 
 
 app.command()(serve.serve)
+app.command()(status.status)
+app.command()(status.top)
 app.add_typer(config.app, name="config")
 
 

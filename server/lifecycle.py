@@ -20,11 +20,14 @@ from grpc_reflection.v1alpha import reflection
 from kvstore import wire
 from kvstore.errors import KVStoreError
 from kvstore.store import Store
-from kvstore.v1 import kvstore_pb2_grpc
+from kvstore.v1 import kvstore_pb2_grpc, operator_pb2_grpc
 from server.config import ARENA_SUFFIX, UNIX, Config
 from server.events import event
+from server.faults import FaultLog
 from server.handover import Handover
 from server.health import Health
+from server.history import STEP_SECONDS, History
+from server.operators import OPERATOR, OperatorService
 from server.pages import Pages
 from server.service import KVStoreService
 from server.tally import Tally, Worth
@@ -56,7 +59,10 @@ class Daemon:
         self._address = config.address
         self._health = Health()
         self._tally = Tally(Worth(config.prefill_rate, config.gpu_hour_price))
-        self._pages = Pages(self._tally, self._health)
+        self._faults = FaultLog()
+        self._history = History(self._tally)
+        self._pages = Pages(self._config, self._tally, self._health, self._history, self._faults)
+        self._sampling: asyncio.Task[None] | None = None
         self._web: WebServer | None = None
         self._stop = asyncio.Event()
         self._sockets: list[Path] = []
@@ -66,6 +72,7 @@ class Daemon:
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT. Raises ``KVStoreError`` when it cannot start."""
         self._catch_signals()
+        logging.getLogger().addHandler(self._faults)
         await self._startup()
         try:
             await self._stop.wait()
@@ -95,6 +102,7 @@ class Daemon:
             await self._shutdown()
             raise
         self._sweeping = asyncio.create_task(self._sweep())
+        self._sampling = asyncio.create_task(self._sample())
         self._announce()
 
     def _open_web(self) -> WebServer | None:
@@ -125,8 +133,9 @@ class Daemon:
         self._service = KVStoreService(self._store, self._workers, self._tally)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        operator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(self._pages), self._server)
         reflection.enable_server_reflection(
-            (wire.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+            (wire.SERVICE, OPERATOR, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         if self._sockets:
             # Before gRPC listens, so that whoever finds the daemon also finds its arena.
@@ -134,7 +143,7 @@ class Daemon:
             self._handover.start()
         self._address = _bind(self._server, self._address)
         await self._server.start()
-        self._pages.serve(self._store)
+        self._pages.serve(self._store, self._address)
         await self._health.serve()
 
     def _announce(self) -> None:
@@ -164,6 +173,11 @@ class Daemon:
             await asyncio.sleep(self._config.lease_seconds / 4)
             self._workers.sweep(time.monotonic())
 
+    async def _sample(self) -> None:
+        while True:
+            self._history.keep(time.time())
+            await asyncio.sleep(STEP_SECONDS)
+
     async def _drain(self) -> None:
         event(log, logging.INFO, "draining", deadline=self._config.drain_seconds)
         await self._health.drain()
@@ -171,8 +185,9 @@ class Daemon:
         await self._server.stop(min(_STREAM_GRACE, self._config.drain_seconds))
 
     async def _shutdown(self) -> None:
-        if self._sweeping:
-            self._sweeping.cancel()
+        for task in (self._sweeping, self._sampling):
+            if task:
+                task.cancel()
         await self._store.close()
         await self._close_web()
         if self._handover:
