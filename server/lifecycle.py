@@ -22,6 +22,7 @@ from kvstore.errors import KVStoreError
 from kvstore.store import Store
 from kvstore.v1 import kvstore_pb2_grpc
 from server.config import ARENA_SUFFIX, UNIX, Config
+from server.decoding import Decoding
 from server.events import event
 from server.handover import Handover
 from server.metrics import RequestCounters
@@ -95,7 +96,7 @@ class Daemon:
             self._sockets.append(each)
 
     async def _listen(self) -> None:
-        self._server = grpc.aio.server(options=_GRPC_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[Decoding()], options=_GRPC_OPTIONS)
         self._service = KVStoreService(self._store, self._workers, self._requests)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(self._service, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]

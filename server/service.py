@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
@@ -22,7 +23,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from server.events import event
 from server.metrics import RequestCounters
 from server.streams import Context, Upload, announce_slots, send_blocks
-from server.workers import WorkerTable
+from server.workers import WorkerTable, require_lease_room
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +40,13 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
     async def answer(service: KVStoreService, request: Request, context: Context) -> Response:
         try:
             service.refuse_when_draining()
+            if isinstance(request, DecodeError):
+                raise request
             response = await handler(service, request, context)
         except KVStoreError as error:
             failure = error
+        except DecodeError as error:
+            failure = InvalidArgument(f"what came is no message of {verb} ({error}); use the published proto")
         except Exception as error:  # a handler's bug must cost one call, not the daemon
             if context.done():  # the caller has gone; writing to it is what failed
                 service.requests.count(verb, "CANCELLED")
@@ -94,7 +99,7 @@ class KVStoreService:
         match = self._store.match(
             wire.digest(request.namespace),
             wire.hashes_of(request.hashes),
-            request.tokens,
+            wire.tokens_of(request),
             align=request.align,
             store=request.store,
         )
@@ -112,6 +117,7 @@ class KVStoreService:
     ) -> None:
         hashes = wire.hashes_of(start.hashes)
         with self._workers.streaming(wire.worker_of(start.worker)) as holder:
+            require_lease_room(holder)
             stream = self._store.load(holder, wire.digest(start.namespace), hashes, start.first)
             whole = False
             try:
@@ -128,6 +134,8 @@ class KVStoreService:
     @answered
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         holder = self._workers.holder(wire.worker_of(request.worker))
+        if not request.lease:
+            require_lease_room(holder)
         reserved = self._store.reserve(
             holder,
             wire.digest(request.namespace),
