@@ -21,6 +21,7 @@ from kvstore.api import (
     Load,
     Match,
     MissReason,
+    Readers,
     Reservation,
     ReservedBlock,
     ReserveState,
@@ -60,6 +61,7 @@ class Client:
         self._remote = WorkerId(secrets.token_bytes(wire.TOKEN_BYTES), mapped=False)
         self._lock = threading.Lock()  # over what follows, never held across I/O
         self._block_bytes: dict[bytes, int] = {}  # by namespace digest
+        self._damaged = 0  # blocks whose bytes came with a wrong checksum
         # By ids of our own: a daemon's id does not say which run of it gave the lease.
         self._leases: dict[int, _Lease] = {}
         self._ids = itertools.count(1)
@@ -100,13 +102,19 @@ class Client:
             return Match(reason=MissReason.UNAVAILABLE)
 
     def load(
-        self, namespace: bytes, hashes: Sequence[bytes], *, first: int = 0, timeout: float = 60.0
+        self,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        *,
+        first: int = 0,
+        timeout: float = 60.0,
+        readers: Readers | None = None,
     ) -> Load:
         """See ``KVStore.load``."""
         block_bytes = self._block_bytes_of(namespace)
 
         def start(mapping: Mapping | None) -> Load:
-            request = wire.load_start(self._identity(mapping), namespace, hashes, first)
+            request = wire.load_start(self._identity(mapping), namespace, hashes, first, readers)
             return self._start_load(mapping, request, Wanted(first, len(hashes), block_bytes, timeout))
 
         try:
@@ -124,9 +132,13 @@ class Client:
             call.cancel()
             raise
         if mapping is None:
-            return ByteLoad(call, wanted)
+            return ByteLoad(call, wanted, self._count_damaged)
         mapping.use()
         return MappedLoad(call, wanted, mapping, lambda: self._free(lease, mapping))
+
+    def _count_damaged(self) -> None:
+        with self._lock:
+            self._damaged += 1
 
     def reserve(
         self, namespace: bytes, parent: bytes, hashes: Sequence[bytes], *, lease: int = 0
@@ -214,8 +226,8 @@ class Client:
     def status(self) -> Status:
         """See ``KVStore.status``. Its counters have ours too, as ``client_...``."""
         status = wire.status_of(self._transport.call(self._transport.stub.Status, pb.StatusRequest()))
-        ours = {f"client_{name}": count for name, count in self._transport.breaker.counters().items()}
-        return replace(status, counters=status.counters | ours)
+        ours = self._transport.breaker.counters() | {"damaged_blocks": self._damaged}
+        return replace(status, counters=status.counters | {f"client_{name}": ours[name] for name in ours})
 
     def close(self) -> None:
         """Release everything and end the connection. A load that is open keeps its views until it ends."""

@@ -11,6 +11,7 @@ import threading
 import weakref
 
 from kvstore.errors import ArenaUnavailable, DeadlineExceeded
+from kvstore.memory import fault_in, map_shared
 from kvstore.wire import HANDOVER_VERSION, TOKEN_BYTES, WorkerId
 
 ARENA_SUFFIX = ".arena"
@@ -32,12 +33,17 @@ class Mapping:
         self._mmap = memory
         self._memory = memoryview(memory)
         self._lock = threading.Lock()
-        self._users = 0
+        self._users = 1  # whoever faults the memory in
         self._retired = False
         _mappings.add(self)
-        threading.Thread(target=self._watch, name="latentkv-watch", daemon=True).start()
+        threading.Thread(target=self._attend, name="latentkv-arena", daemon=True).start()
 
-    def _watch(self) -> None:
+    def _attend(self) -> None:
+        """Make the memory fast to write, then wait for the daemon's end."""
+        for _ in fault_in(self._mmap):
+            if self._retired:
+                break
+        self.done()
         # A dead daemon's arena is let go at once: the next one may need its memory.
         with contextlib.suppress(OSError):
             self._connection.recv(1)  # nothing is ever sent, so this is the end of file
@@ -135,7 +141,7 @@ def _receive(connection: socket.socket) -> tuple[bytes, mmap.mmap]:
         if hello["version"] != HANDOVER_VERSION or len(token) != TOKEN_BYTES:
             raise ValueError(f"the daemon speaks handover version {hello['version']}, not {HANDOVER_VERSION}")
         # Its own size check makes sure that no access goes past the file's end (SIGBUS).
-        return token, mmap.mmap(descriptors[0], hello["arena_bytes"])
+        return token, map_shared(descriptors[0], hello["arena_bytes"])
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -225,7 +225,14 @@ class MappedLoad(RemoteLoad):
 
 
 class ByteLoad(RemoteLoad):
-    """Blocks as received bytes, each checked against its checksum."""
+    """Blocks as received bytes, each checked against its checksum.
+
+    One stream: the daemon's loop alone fills a core with it, so more streams only cost more.
+    """
+
+    def __init__(self, call: LoadCall, wanted: Wanted, on_damaged: Callable[[], None]) -> None:
+        super().__init__(call, wanted)
+        self._on_damaged = on_damaged
 
     def _receive(self) -> list[LoadedBlock]:
         deadline = time.monotonic() + self._timeout
@@ -244,6 +251,7 @@ class ByteLoad(RemoteLoad):
             if chunk.last:
                 break
         if done != len(buffer) or xxhash.xxh3_64_intdigest(buffer) != chunk.checksum:
+            self._on_damaged()
             raise CorruptBlock(f"block {self._next} was damaged on its way")
         return [LoadedBlock(self._next, memoryview(buffer).toreadonly())]
 

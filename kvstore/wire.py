@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import grpc
 
 from kvstore import errors
-from kvstore.api import Match, MissReason, Status, TierStatus
+from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.errors import DeadlineExceeded, InvalidArgument, KVStoreError, Unavailable
 from kvstore.hashing import HASH_BYTES, split_hashes
 from kvstore.layout import BLOCK_TOKENS
@@ -214,7 +214,9 @@ def match_of(response: pb.MatchResponse) -> Match:
     )
 
 
-def load_start(identity: WorkerId, namespace: bytes, hashes: Sequence[bytes], first: int) -> pb.LoadRequest:
+def load_start(
+    identity: WorkerId, namespace: bytes, hashes: Sequence[bytes], first: int, readers: Readers | None
+) -> pb.LoadRequest:
     """The first message of a Load. Raises ``InvalidArgument``."""
     return pb.LoadRequest(
         start=pb.LoadStart(
@@ -222,8 +224,14 @@ def load_start(identity: WorkerId, namespace: bytes, hashes: Sequence[bytes], fi
             hashes=join_hashes(hashes),
             first=unsigned("first", first, 32),
             worker=worker(identity),
+            readers=None if readers is None else pb.Readers(group=readers.group, count=readers.count),
         )
     )
+
+
+def readers_of(start: pb.LoadStart) -> Readers | None:
+    """Whom a Load shares the disk with. Raises ``InvalidArgument``."""
+    return Readers(start.readers.group, start.readers.count) if start.HasField("readers") else None
 
 
 def load_returned(indices: Iterable[int]) -> pb.LoadRequest:

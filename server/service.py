@@ -118,7 +118,9 @@ class KVStoreService:
         hashes = wire.hashes_of(start.hashes)
         with self._workers.streaming(wire.worker_of(start.worker)) as holder:
             require_lease_room(holder)
-            stream = self._store.load(holder, wire.digest(start.namespace), hashes, start.first)
+            stream = self._store.load(
+                holder, wire.digest(start.namespace), hashes, start.first, wire.readers_of(start)
+            )
             whole = False
             try:
                 await context.write(pb.LoadResponse(lease=stream.lease))

@@ -1,4 +1,4 @@
-"""Payloads that fail, lie, tear and delay on demand: a real store with a bad disk underneath."""
+"""Payloads and a catalogue that fail, lie, tear and delay on demand: a real store, a bad disk below."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.catalog import BlockRecord, Catalog, UnitRecord
 from kvstore.errors import DiskError
 from kvstore.payloads import OpenPayloads, Payloads, Place
 from kvstore.payloads.direct import Run
@@ -67,6 +68,7 @@ class Faults:
     fail_writes: bool = False
     fail_reads: bool = False
     fail_frees: bool = False
+    fail_commits: int = 0  # so many of the catalogue's next commits
     lie_in_reads: bool = False  # a byte is not what was written, and nobody says so
     tear_writes: bool = False  # only the first half of each payload reaches the disk, and nobody says so
     delay: float = 0.0  # seconds that each read and write takes longer
@@ -74,6 +76,8 @@ class Faults:
     write_gate: Gate = field(default_factory=Gate)
     written_gate: Gate = field(default_factory=Gate)
     free_gate: Gate = field(default_factory=Gate)
+    catalog_gate: Gate = field(default_factory=Gate)  # commits that put something
+    written: set[int] = field(default_factory=set)  # every key that was given out
 
     @property
     def reads(self) -> int:
@@ -85,9 +89,18 @@ class Faults:
         """Writes begun."""
         return self.write_gate.arrived
 
+    @property
+    def commits(self) -> int:
+        """Commits begun that put something."""
+        return self.catalog_gate.arrived
+
     def open(self, path: Path, map_bytes: int, block_bytes: int, first_free: int) -> Payloads:
         """Payloads of ``inner`` behind these switches."""
         return FaultyPayloads(self.inner(path, map_bytes, block_bytes, first_free), self)
+
+    def guard(self, catalog: Catalog) -> Catalog:
+        """The same open catalogue behind these switches."""
+        return FaultyCatalog(catalog, self)
 
 
 class FaultyPayloads:
@@ -105,6 +118,7 @@ class FaultyPayloads:
         if self._faults.fail_writes:
             raise DiskError("injected: the disk cannot be written")
         places = self._inner.write([_torn(item) for item in items] if self._faults.tear_writes else items)
+        self._faults.written.update(place.key for place in places)
         self._faults.written_gate.come()
         return places
 
@@ -144,6 +158,30 @@ class FaultyPayloads:
     def close(self) -> None:
         """See ``Payloads.close``."""
         self._inner.close()
+
+
+class FaultyCatalog(Catalog):
+    """An open catalogue behind the switches of ``Faults``: its commits wait and fail as they say."""
+
+    def __init__(self, inner: Catalog, faults: Faults) -> None:
+        super().__init__(inner._path, inner._file)
+        self._faults = faults
+
+    def commit(
+        self,
+        *,
+        blocks: Sequence[BlockRecord] = (),
+        units: Sequence[UnitRecord] = (),
+        drop_blocks: Sequence[bytes] = (),
+        drop_units: Sequence[bytes] = (),
+    ) -> None:
+        """See ``Catalog.commit``."""
+        if blocks or units:
+            self._faults.catalog_gate.come()
+        if self._faults.fail_commits:
+            self._faults.fail_commits -= 1
+            raise DiskError("injected: the catalogue cannot be written")
+        super().commit(blocks=blocks, units=units, drop_blocks=drop_blocks, drop_units=drop_units)
 
 
 def _torn(item: Run) -> Run:

@@ -344,6 +344,9 @@ class DamagingDaemon(kvstore_pb2_grpc.KVStoreServicer):
     def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: object) -> pb.OpenNamespaceResponse:
         return pb.OpenNamespaceResponse(digest=bytes(32))
 
+    def Status(self, request: pb.StatusRequest, context: object) -> pb.StatusResponse:
+        return pb.StatusResponse(mode="ok")
+
     def Load(self, requests: object, context: object):  # type: ignore[no-untyped-def]
         yield pb.LoadResponse(lease=1)
         data = bytes(SMALL.block_bytes)
@@ -362,6 +365,7 @@ def test_bytes_damaged_on_the_way_end_the_hit_before_them(fleet: Fleet) -> None:
     with client.load(bytes(32), doc.hashes) as load:
         assert [block.index for batch in load for block in batch] == [0]
     assert load.short == 1
+    assert client.status().counters["client_damaged_blocks"] == 1
     server.stop(None).wait()
 
 
