@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kvstore.arena import Arena
-from kvstore.disk import DiskTier, Stored
+from kvstore.disk import DiskTier, NewBlock, Stored
 from kvstore.errors import CorruptBlock, DiskError
+from kvstore.hashing import ROOT
 from kvstore.payloads import Place
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex
 from kvstore.spaces import SpaceTable
@@ -226,6 +227,19 @@ class HostTier:
         for waiter in read.waiters:
             if not waiter.done():
                 _fail(waiter, error)
+
+    def new_block(self, row: int, slot: int) -> NewBlock:
+        """A block of the arena as the disk takes it."""
+        index = self._index
+        parent = index.parent[row]
+        return NewBlock(
+            hash=index.hashes[row],
+            parent=ROOT if parent == NONE else index.hashes[parent],
+            namespace=index.namespace[row],
+            depth=index.depth[row],
+            used=index.used[row],
+            data=self._arena.run(slot),
+        )
 
     def drop_filling(self, row: int) -> None:
         """A block that was being filled will not come: its slot is free once nobody holds it."""

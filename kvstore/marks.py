@@ -9,6 +9,11 @@ from kvstore.prefix_index import NONE, PrefixIndex
 from kvstore.spaces import SpaceTable
 
 
+def mark_of(row: int) -> int:
+    """The key under which a ticket waits for a row's unit mark, beside the row for its block."""
+    return ~row
+
+
 class UnitMarks:
     """Which units' records the next catalogue transaction takes along.
 

@@ -242,6 +242,7 @@ class Store:
 
     async def durable(self, ticket: int) -> bool:
         """Whether a commit is on disk, once that is known. Raises ``TicketUnknown``."""
+        self._writer.hurry()
         return await self._writer.tickets.wait(ticket)
 
     def release(self, holder: Holder, lease: int) -> None:

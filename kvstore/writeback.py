@@ -14,12 +14,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 
 from kvstore.arena import Arena, SlotState
-from kvstore.disk import DiskTier, Freed, NewBlock, Stored
+from kvstore.disk import DiskTier, Freed, Stored
 from kvstore.errors import DiskError
 from kvstore.eviction import TailEvictor
-from kvstore.hashing import ROOT
 from kvstore.host import HostTier
-from kvstore.marks import UnitMarks
+from kvstore.lull import Lull
+from kvstore.marks import UnitMarks, mark_of
 from kvstore.namespace import Namespace
 from kvstore.observer import Departure
 from kvstore.pipeline import Batch, Pipeline
@@ -31,11 +31,6 @@ from kvstore.tickets import TicketDesk
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = (0.5, 1.0, 2.0, 5.0)
-
-
-def mark_of(row: int) -> int:
-    """The key under which a ticket waits for a row's unit mark, beside the row for its block."""
-    return ~row
 
 
 class Writer:
@@ -60,11 +55,11 @@ class Writer:
         self._counters = counters
         self._evictor = TailEvictor(index, policy)
         self._pipeline = Pipeline(disk, self._wake)
+        self._lull = Lull(arena.nbytes // 2, self._wake)
         # A dirty block's row is in one of three places, held: queued, under way, or returned.
         self._dirty: deque[int] = deque()  # parents before children
-        self._returned: list[
-            int
-        ] = []  # of batches that failed; queued again, in order, once none is under way
+        # Those of batches that failed are queued again, in order, once none is under way.
+        self._returned: list[int] = []
         self._marks = UnitMarks(index, spaces)
         self._freed: list[Freed] = []  # gone from the index, not yet from the disk
         self._suspect: set[int] = set()  # block sizes of which a payload was found damaged
@@ -101,7 +96,12 @@ class Writer:
         # The hold keeps the row from being given to another block while it is queued.
         self._index.hold(row)
         self._dirty.append(row)
+        self._lull.note()
         self._wake()
+
+    def hurry(self) -> None:
+        """Somebody waits for what is dirty to be on disk."""
+        self._lull.hurry()
 
     def unit(self, row: int) -> None:
         """A unit was marked. A block that is still to be written takes its mark along."""
@@ -169,12 +169,16 @@ class Writer:
         """
         if not self._due or self._error or self._stop.is_set() or self._pipeline.full:
             return False
+        if not self._lull.come(len(self._dirty) * self._next_bytes):
+            return False
         if self._pipeline.writing:
-            return bool(self._dirty) and len(self._dirty) >= self._batch_blocks(self._dirty[0])
+            return bool(self._dirty) and len(self._dirty) >= self._disk.batch_blocks(self._next_bytes)
         return bool(self._dirty or self._freed or self._suspect or not self._pipeline.batches)
 
-    def _batch_blocks(self, row: int) -> int:
-        return self._disk.batch_blocks(self._space(row).block_bytes)
+    @property
+    def _next_bytes(self) -> int:
+        """Size of the block that is first in the queue; 0 if there is none."""
+        return self._space(self._dirty[0]).block_bytes if self._dirty else 0
 
     async def _run(self) -> None:
         while not (self._stop.is_set() and not self._pipeline.batches):
@@ -210,7 +214,7 @@ class Writer:
                 )
             return False
         layout = self._space(next(iter(rows))).layout if rows else None
-        blocks = [self._new_block(row, slot) for row, slot in rows.items()]
+        blocks = [self._host.new_block(row, slot) for row, slot in rows.items()]
         batch = Batch(rows, layout, blocks, need, self._freed)
         self._freed = []
         self._pipeline.enter(batch)
@@ -310,7 +314,7 @@ class Writer:
                 self._index.unhold(row)
                 continue
             layout = layout or self._space(row).layout
-            if layout != self._space(row).layout or len(batch) >= self._batch_blocks(row):
+            if layout != self._space(row).layout or len(batch) >= self._disk.batch_blocks(layout.block_bytes):
                 break
             self._dirty.popleft()
             batch[row] = self._index.slot[row]
@@ -319,8 +323,9 @@ class Writer:
 
     def _disk_bytes(self, rows: Collection[int]) -> int:
         """What a batch's blocks take of the disk at most."""
-        sizes = (self._space(row).block_bytes for row in rows)
-        return sum(self._disk.stored_bytes(size, size) for size in sizes)
+        return sum(
+            self._disk.stored_bytes(size, size) for size in (self._space(row).block_bytes for row in rows)
+        )
 
     def _make_room(self, rows: dict[int, int], need: int) -> bool:
         if not rows:
@@ -369,23 +374,12 @@ class Writer:
         self._arena.clean(slot)
         self.tickets.settle(row, durable=True)
 
-    def _new_block(self, row: int, slot: int) -> NewBlock:
-        index = self._index
-        parent = index.parent[row]
-        return NewBlock(
-            hash=index.hashes[row],
-            parent=ROOT if parent == NONE else index.hashes[parent],
-            namespace=index.namespace[row],
-            depth=index.depth[row],
-            used=index.used[row],
-            data=self._arena.run(slot),
-        )
-
     async def close(self, seconds: float) -> bool:
         """Write what is dirty, at most for ``seconds``; True if all of it is durable."""
         if self._marks.hurry_uses():
             self._wake()
         self._closing.set()
+        self._lull.close()
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:

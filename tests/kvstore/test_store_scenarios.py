@@ -9,6 +9,7 @@ from kvstore.embedded import Embedded
 from kvstore.errors import NamespaceUnknown
 from kvstore.hashing import block_hashes
 from kvstore.namespace import Namespace
+from kvstore.observer import Departure
 from kvstore.units import UnitKind
 from tests.kvstore.blocks import (
     SMALL,
@@ -155,7 +156,7 @@ def test_a_unit_whose_middle_was_evicted_is_invisible(tmp_path):
         store_chain(store, worker.namespace, hashes)
         index = store._store._index
         middle = index.find(hashes[4])
-        store._call(lambda: store._store._writer.free(middle))
+        store._call(lambda: store._store._writer.free(middle, Departure.CAPACITY))
         assert worker.match(A[:641]).stored_blocks == 4
         assert worker.match(A[:641]).blocks == 0
         assert store.check() == []
