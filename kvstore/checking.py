@@ -117,7 +117,6 @@ class _Checkup:
         if inspector.damage and self._directory(size).is_dir():
             self._fault(FaultKind.FILE_DAMAGED, str(self._directory(size)), inspector.damage)
         self.report.unnamed += len(inspector.stored() - {block.place for block in blocks})
-        self._check_places(blocks)
         blocks.sort(key=lambda block: (block.page, block.place))  # as they lie on the disk
         with ThreadPoolExecutor(READERS) as threads:
             for start in range(0, len(blocks), _BATCH):
@@ -125,6 +124,7 @@ class _Checkup:
                 proofs = threads.map(lambda block: self._proof(inspector, block), batch)
                 for block, fault in zip(batch, proofs, strict=True):
                     self._checked(block, fault)
+        self._check_places(blocks)
 
     def _checked(self, block: BlockRecord, fault: tuple[FaultKind, str] | None) -> None:
         self._done += block.length
@@ -133,8 +133,11 @@ class _Checkup:
             self._payload_fault(*fault, block)
 
     def _check_places(self, blocks: Sequence[BlockRecord]) -> None:
+        """Of two blocks at one place, if their bytes are the same, one would be freed with the other."""
         first: dict[int, BlockRecord] = {}
         for block in blocks:
+            if block.hash in self._bad:
+                continue
             other = first.setdefault(block.place, block)
             if other is not block:
                 detail = f"its payload {block.place} is also that of {other.hash.hex()}"
