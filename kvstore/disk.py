@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from kvstore.codec import codec_by_id, codec_by_name
 from kvstore.errors import CorruptBlock, DiskError, FormatMismatch
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
+from kvstore.observer import Observer, Unobserved
 from kvstore.payloads import OpenPayloads, Payloads, Place
 from kvstore.payloads.direct import Run
 from kvstore.payloads.kinds import LEAD, OPEN
@@ -94,7 +96,13 @@ class DiskTier:
     catalogue (``name``, ``forget``, ``add_namespace``) in one, perhaps another.
     """
 
-    def __init__(self, settings: StoreSettings, open_payloads: OpenPayloads | None = None) -> None:
+    def __init__(
+        self,
+        settings: StoreSettings,
+        open_payloads: OpenPayloads | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self._observer = observer or Unobserved()
         self._payload_root = settings.data / "payloads"
         self._lock = lock_directory(settings.data)
         with contextlib.ExitStack() as undo:
@@ -151,6 +159,7 @@ class DiskTier:
 
     def read(self, layout: LatentLayout, stored: Stored, out: Run) -> None:
         """Read a payload into ``out`` and verify it. Raises ``CorruptBlock`` or ``DiskError``."""
+        began = time.monotonic()
         try:
             self._read_once(layout, stored, out)
         except CorruptBlock:
@@ -158,6 +167,7 @@ class DiskTier:
                 raise
             # Perhaps only the page number is wrong: the slow way needs none.
             self._read_once(layout, replace(stored, place=Place(stored.place.key)), out)
+        self._observer.read(stored.length, time.monotonic() - began)
 
     def _read_once(self, layout: LatentLayout, stored: Stored, out: Run) -> None:
         codec = codec_by_id(stored.codec)
@@ -206,7 +216,9 @@ class DiskTier:
             self._unnamed.popleft()
         if not encoded:
             return []
+        began = time.monotonic()
         places = self._payloads[block_bytes].write([item.run for item in encoded])
+        self._observer.wrote(sum(item.run.length for item in encoded), time.monotonic() - began)
         return [
             Stored(place, item.run.length, item.codec, item.checksum)
             for place, item in zip(places, encoded, strict=True)

@@ -47,6 +47,7 @@ class LoadStream:
     ) -> None:
         self._lease = lease
         self._rows = rows  # mean these blocks only while the lease is live
+        self._first = first
         self._next = first  # the next block to be read
         self._leases = leases
         self._host = host
@@ -59,6 +60,7 @@ class LoadStream:
         self._ahead: deque[int | asyncio.Future[int]] = deque()  # slots of the blocks before _next
         self._slots: dict[int, int] = {}  # index -> slot, announced and not given back
         self._closed = False
+        self.read_blocks = 0  # announced blocks that came from the disk
         self.short: int | None = len(rows) if len(rows) < asked else None
 
     @property
@@ -70,6 +72,11 @@ class LoadStream:
     def block_bytes(self) -> int:
         """Bytes of each block."""
         return self._lease.block_bytes
+
+    @property
+    def delivered(self) -> int:
+        """How many blocks were announced so far."""
+        return self._unannounced - self._first
 
     @property
     def _live(self) -> bool:
@@ -124,7 +131,10 @@ class LoadStream:
         while self._ahead and len(batch) < BATCH and _ready(self._ahead[0]):
             index = self._unannounced
             item = self._ahead.popleft()
-            slot = item.result() if isinstance(item, asyncio.Future) else item
+            if isinstance(item, asyncio.Future):
+                item = item.result()
+                self.read_blocks += 1
+            slot = item
             self._leases.keep_slot(self._lease, slot, held=True)
             self._slots[index] = slot
             batch.append((index, self._arena.offset(slot)))

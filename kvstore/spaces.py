@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.arena import Arena
@@ -23,6 +24,7 @@ class Space:
     """An open namespace: its id, the key of its hash chains, and where its blocks go."""
 
     id: int
+    namespace: Namespace
     digest: bytes
     layout: LatentLayout
     slot_class: int
@@ -43,10 +45,13 @@ class SpaceTable:
     def __len__(self) -> int:
         return len(self._by_digest)
 
+    def __iter__(self) -> Iterator[Space]:
+        return iter(list(self._by_id.values()))
+
     def admit(self, number: int, namespace: Namespace, digest: bytes) -> Space:
         """Open a catalogued namespace. Raises ``CapacityTooSmall``."""
         layout = namespace.layout
-        space = Space(number, digest, layout, self.fit(layout), layout.block_bytes)
+        space = Space(number, namespace, digest, layout, self.fit(layout), layout.block_bytes)
         self._by_digest[digest] = self._by_id[number] = self._by_namespace[namespace] = space
         return space
 

@@ -25,13 +25,15 @@ from kvstore.leases import Holder, Lease, LeaseTable
 from kvstore.loading import LoadStream
 from kvstore.matching import Matcher, Prompt
 from kvstore.namespace import Namespace
+from kvstore.observer import Departure, Observer, Unobserved
 from kvstore.payloads import OpenPayloads
 from kvstore.prefix_index import PrefixIndex
 from kvstore.readers import ReaderGroups
 from kvstore.reserving import Reserved, Reserver
 from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
-from kvstore.spaces import SpaceTable
+from kvstore.spaces import Space, SpaceTable
+from kvstore.survey import Survey, survey
 from kvstore.units import UnitKind, UnitMark, check_interval
 from kvstore.writeback import Writer
 
@@ -43,11 +45,12 @@ __all__ = ["Reserved", "Store"]
 class Store:
     """A store in the process that owns its data directory. Use it from its event loop only."""
 
-    def __init__(self, settings: StoreSettings, disk: DiskTier, arena: Arena) -> None:
+    def __init__(self, settings: StoreSettings, disk: DiskTier, arena: Arena, observer: Observer) -> None:
         self.settings = settings
         self.arena = arena
         self.counters: Counter[str] = Counter()
         self._disk = disk
+        self._observer = observer
         self._index = PrefixIndex()
         self._ghosts = GhostList(settings.ghost_bytes)
         self._spaces = SpaceTable(disk, arena)
@@ -57,6 +60,7 @@ class Store:
         self._writer = Writer(
             self._index, arena, self._host, disk, self._spaces, self.counters, policy=settings.policy
         )
+        self._writer.on_left = self._note_departure
         self._host.on_lost = self._writer.settle_lost
         self._host.on_corrupt = self._writer.corrupt
         self._reserver = Reserver(
@@ -75,20 +79,25 @@ class Store:
         self._closing = False
 
     @classmethod
-    async def open(cls, settings: StoreSettings, open_payloads: OpenPayloads | None = None) -> Store:
-        """Open or create the store of a data directory.
+    async def open(
+        cls,
+        settings: StoreSettings,
+        open_payloads: OpenPayloads | None = None,
+        observer: Observer | None = None,
+    ) -> Store:
+        """Open or create the store of a data directory; ``observer`` hears of what happens in it.
 
         Raises ``DataDirInUse``, ``DataDirReadOnly``, ``FormatMismatch`` and other kinds of
         ``DataDirError``, ``ArenaUnavailable``, and ``DiskError`` if the disk fails already.
         """
-        disk = await asyncio.to_thread(DiskTier, settings, open_payloads)
+        disk = await asyncio.to_thread(DiskTier, settings, open_payloads, observer)
         try:
             arena = await asyncio.to_thread(Arena, settings.host_bytes, lead=disk.lead)
         except BaseException:
             disk.close()
             raise
         try:
-            store = cls(settings, disk, arena)
+            store = cls(settings, disk, arena, observer or Unobserved())
             await asyncio.to_thread(store._restore)
         except BaseException:
             arena.close()
@@ -134,6 +143,10 @@ class Store:
     def block_bytes(self, namespace: bytes) -> int:
         """Bytes of a block of an open namespace. Raises ``NamespaceUnknown``."""
         return self._spaces.get(namespace).block_bytes
+
+    def space(self, namespace: bytes) -> Space:
+        """The open namespace with this digest. Raises ``NamespaceUnknown``."""
+        return self._spaces.get(namespace)
 
     def match(
         self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool
@@ -238,6 +251,12 @@ class Store:
             self._end(held)
             self._host.notify_room()
 
+    def _note_departure(self, row: int, why: Departure) -> None:
+        now, unit = time.time(), self._index.units.get(row)
+        self._observer.block_left(why, now - self._index.used[row])
+        if unit is not None:
+            self._observer.unit_left(why, now - unit.created, unit.hits)
+
     # --- ends
 
     def _end(self, lease: Lease) -> None:
@@ -290,6 +309,10 @@ class Store:
             namespaces=len(self._spaces),
             counters=dict(self.counters),
         )
+
+    def survey(self, top: int) -> Survey:
+        """Namespaces, and the ``top`` units by weight and by what they saved."""
+        return survey(self._index, self._spaces, top)
 
     def check(self) -> list[str]:
         """Violated invariants over all tables; empty when sound. For tests."""

@@ -21,6 +21,7 @@ from kvstore.hashing import ROOT
 from kvstore.host import HostTier
 from kvstore.marks import UnitMarks
 from kvstore.namespace import Namespace
+from kvstore.observer import Departure
 from kvstore.pipeline import Batch, Pipeline
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex
 from kvstore.settings import Policy
@@ -78,6 +79,7 @@ class Writer:
         self._task: asyncio.Task[None] | None = None
         self.tickets = TicketDesk()
         self.used_bytes = 0
+        self.on_left: Callable[[int, Departure], None] = lambda row, why: None  # a block leaves the disk
 
     @property
     def failing(self) -> bool:
@@ -118,11 +120,12 @@ class Writer:
         if self._index.place[row] != NONE:
             self._marks.use(row)
 
-    def free(self, row: int) -> None:
+    def free(self, row: int, why: Departure) -> None:
         """Drop a block from index and tiers; its place on disk is freed behind."""
         index = self._index
         if index.place[row] != NONE:
             block_bytes = self._space(row).block_bytes
+            self.on_left(row, why)
             self._freed.append(Freed(index.hashes[row], block_bytes, index.place[row]))
             self.used_bytes -= self._disk.stored_bytes(block_bytes, index.length[row])
             self._wake()
@@ -134,7 +137,7 @@ class Writer:
     def corrupt(self, row: int) -> None:
         """A block on disk did not verify: it leaves, and those that are missing altogether will."""
         self._suspect.add(self._space(row).block_bytes)
-        self.free(row)
+        self.free(row, Departure.CORRUPT)
         self._wake()
 
     def settle_lost(self, row: int) -> None:
@@ -328,7 +331,7 @@ class Writer:
     def _evict(self, enough: Callable[[], bool]) -> bool:
         def drop(row: int) -> None:
             self._counters["disk_evicted_blocks"] += 1
-            self.free(row)
+            self.free(row, Departure.CAPACITY)
 
         return self._evictor.evict(enough, drop)
 
@@ -352,7 +355,7 @@ class Writer:
             lost = [row for row in lost if self._space(row).block_bytes == size]
             lost = [row for row in lost if not self._host.is_reading(row)]
             for row in lost:
-                self.free(row)
+                self.free(row, Departure.LOST)
             if lost:
                 self._counters["lost_payloads"] += len(lost)
                 log.error("event=payloads_lost count=%d block_bytes=%d", len(lost), size)

@@ -14,11 +14,9 @@ from rich.table import Table
 
 from kvstore.checking import Report
 from kvstore.checking import check as check_directory
-from kvstore.errors import KVStoreError
+from server.commands.failures import NO, one_line
 
 _SHOWN = 20  # faults that are listed; the JSON has all
-
-FAULTS, UNUSABLE = 1, 2  # exit codes
 
 
 def check(
@@ -30,16 +28,13 @@ def check(
 
     Exit code 0: sound. 1: faults were found (and, with --repair, dropped). 2: it can't be checked.
     """
-    try:
+    with one_line():
         report = _run(directory, repair=repair)
-    except (KVStoreError, OSError) as error:
-        typer.echo(f"latentkv: {error}", err=True)
-        raise typer.Exit(UNUSABLE) from None
     if as_json:
         typer.echo(json.dumps(_as_json(report), indent=2))
     else:
         _show(report, Console())
-    raise typer.Exit(0 if report.sound else FAULTS)
+    raise typer.Exit(0 if report.sound else NO)
 
 
 def _run(directory: Path, *, repair: bool) -> Report:
