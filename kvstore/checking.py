@@ -133,9 +133,11 @@ class _Checkup:
             self._payload_fault(*fault, block)
 
     def _check_places(self, blocks: Sequence[BlockRecord]) -> None:
+        """Of two blocks at one place, if their bytes are the same, one would be freed with the other."""
         first: dict[int, BlockRecord] = {}
-        # A payload belongs to the block that it verifies as.
-        for block in sorted(blocks, key=lambda block: block.hash in self._bad):
+        for block in blocks:
+            if block.hash in self._bad:
+                continue
             other = first.setdefault(block.place, block)
             if other is not block:
                 detail = f"its payload {block.place} is also that of {other.hash.hex()}"

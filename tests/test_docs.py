@@ -51,5 +51,16 @@ def test_links_and_named_modules_exist(page: Path):
         assert (ROOT / module).exists(), module
 
 
+def test_every_proof_that_reliability_names_exists():
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    files = set(re.findall(r"`(tests/[\w/]+\.py)`", text))
+    assert len(files) > 10
+    assert all((ROOT / file).exists() for file in files), files
+    defined = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    defined += (ROOT / "kvstore" / "testing" / "store_conformance.py").read_text()
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in defined, name
+
+
 def test_readme_is_short():
     assert (ROOT / "README.md").read_text().count("\n") < 150

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from kvstore.api import KVStore, Match, ReserveState
+from kvstore.errors import NotReserved, ParentMissing
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import BLOCK_TOKENS, DType, LatentLayout
 from kvstore.namespace import Namespace
@@ -89,6 +91,16 @@ def load_chain(
         short = load.short
     assert short is None or short <= reached
     return len(hashes) if short is None else short
+
+
+def stored_again(store: KVStore, namespace: bytes, hashes: Sequence[bytes]) -> bool:
+    """Store a chain of which blocks may still be found missing meanwhile, until all of it is there."""
+    for _ in range(100):
+        # A refused commit changes nothing, and the worker starts anew.
+        with contextlib.suppress(NotReserved, ParentMissing):
+            if store_chain(store, namespace, hashes) and load_chain(store, namespace, hashes) == len(hashes):
+                return True
+    return False
 
 
 def hit(store: KVStore, namespace: bytes, prompt: Sequence[int]) -> int:

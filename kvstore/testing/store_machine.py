@@ -11,6 +11,7 @@ Needs hypothesis.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.api import ReserveState
-from kvstore.errors import ParentMissing
+from kvstore.errors import KVStoreError, NotReserved, ParentMissing
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.namespace import Namespace
 from kvstore.settings import MIB
@@ -62,6 +63,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.damaged: set[bytes] = set()  # on disk, not stored again since
         self.known: dict[tuple[int, str], list[bytes]] = {}
         self.held: dict[int, tuple[int, list[bytes]]] = {}  # lease -> (layout, blocks that it fills)
+        self.was_damaged = False
         self.restarts = 0
         self.meet()
 
@@ -73,13 +75,18 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """End the store; what it leaves must be sound, but for what was damaged by us."""
         faults = self.subject.close()
-        assert self.damaged or faults == []
+        assert self.was_damaged or faults == []
         shutil.rmtree(self.path)
 
     @property
     def failing(self) -> bool:
         """Whether the disk fails now, so that nothing can be expected of it."""
         return False
+
+    @property
+    def losses(self) -> tuple[type[KVStoreError], ...]:
+        """What a worker may meet when a block is found missing between its calls; it starts anew then."""
+        return (NotReserved, ParentMissing) if self.failing or self.was_damaged else ()
 
     def hashes(self, which: int, word: str) -> list[bytes]:
         """The chain of a word."""
@@ -99,14 +106,33 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(which=layouts, word=words, unit=st.booleans())
     def store_word(self, which: int, word: str, unit: bool) -> None:
-        """A worker stores a document, whole unless others hold the arena."""
-        if self.shut_out(which):
-            return
-        hashes, space = self.hashes(which, word), self.spaces[which]
-        parent, lease, tickets, at = ROOT, 0, [], 0
+        """A worker stores a document, whole unless others hold the arena, or losses come to light."""
+        if not self.shut_out(which):
+            with contextlib.suppress(*self.losses):
+                self.store_all(which, word, unit)
+
+    def store_all(self, which: int, word: str, unit: bool) -> None:
+        """Reserve, fill and commit piece by piece."""
+        hashes = self.hashes(which, word)
+        lease = self.store.reserve(self.spaces[which], ROOT, []).lease
+        try:
+            tickets = self.store_pieces(which, hashes, lease, unit)
+            # A disk that fails answers only with its next attempt.
+            for ticket, filled in tickets if self.store.status().mode == "ok" else ():
+                if self.store.durable(ticket):
+                    self.sure |= set(filled)
+        finally:
+            self.store.release(lease)
+
+    def store_pieces(
+        self, which: int, hashes: list[bytes], lease: int, unit: bool
+    ) -> list[tuple[int, list[bytes]]]:
+        """The tickets, and the blocks that each is for."""
+        tickets: list[tuple[int, list[bytes]]] = []
+        at = 0
         while at < len(hashes):
-            answer = self.store.reserve(space, parent, hashes[at : at + PIECE], lease=lease)
-            lease = answer.lease
+            parent = hashes[at - 1] if at else ROOT
+            answer = self.store.reserve(self.spaces[which], parent, hashes[at : at + PIECE], lease=lease)
             moved = answer.blocks[: len(answer.blocks) - answer.retry]
             filled = [block.hash for block in moved if block.state is ReserveState.FILL]
             for block in moved:
@@ -114,19 +140,12 @@ class StoreMachine(RuleBasedStateMachine):
                     block.data[:] = content(block.hash, LAYOUTS[which].block_bytes)
             if not moved:
                 break  # the arena is full of what others hold
-            last = at + len(moved) == len(hashes)
-            marks = [UnitMark(hashes[-1], UnitKind.REQUEST_END)] if unit and last else []
+            at += len(moved)
+            marks = [UnitMark(hashes[-1], UnitKind.REQUEST_END)] if unit and at == len(hashes) else []
             tickets.append((self.store.commit(lease, filled, marks), filled))
             self.note_committed(which, filled)
-            if marks:
-                self.marked[which].add(hashes[-1])
-            at += len(moved)
-            parent = hashes[at - 1]
-        # A disk that fails answers only with its next attempt.
-        for ticket, filled in tickets if self.store.status().mode == "ok" else ():
-            if self.store.durable(ticket):
-                self.sure |= set(filled)
-        self.store.release(lease)
+            self.marked[which] |= {mark.hash for mark in marks}
+        return tickets
 
     @rule(target=leases, which=layouts, word=words)
     def reserve(self, which: int, word: str) -> int:
@@ -135,7 +154,10 @@ class StoreMachine(RuleBasedStateMachine):
         match = self.store.match(self.spaces[which], hashes, 64 * len(hashes) + 1)
         at = min(match.stored_blocks, len(hashes) - 1)
         parent = hashes[at - 1] if at else ROOT
-        answer = self.store.reserve(self.spaces[which], parent, hashes[at : at + 3])
+        try:
+            answer = self.store.reserve(self.spaces[which], parent, hashes[at : at + 3])
+        except self.losses:
+            return 0
         filling = [block for block in answer.blocks if block.state is ReserveState.FILL]
         for block in filling:
             assert block.data is not None
@@ -208,6 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
         block = hashes[at % len(hashes)]
         if block in self.committed[which] and self.rot(block, LAYOUTS[which].block_bytes):
             self.damaged.add(block)
+            self.was_damaged = True
 
     def rot(self, block: bytes, nbytes: int) -> bool:
         """Flip a byte in the middle of the payload; False if no file has it."""
@@ -288,6 +311,7 @@ class FaultyStoreMachine(StoreMachine):
         self.faults.lie_in_reads = lie
         if lie:
             self.sure.clear()
+            self.was_damaged = True
 
     @rule(slow=st.booleans())
     def disk_is_slow(self, slow: bool) -> None:

@@ -26,6 +26,7 @@ from kvstore.testing.chains import (
     hit,
     load_chain,
     store_chain,
+    stored_again,
     tokens,
 )
 from kvstore.testing.faults import Faults
@@ -41,6 +42,7 @@ __all__ = [
     "hit",
     "load_chain",
     "store_chain",
+    "stored_again",
     "tokens",
 ]
 

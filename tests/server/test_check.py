@@ -127,10 +127,9 @@ def wrong_depth(made: Made) -> None:
     made.commit(blocks=[replace(made.record(made.hashes[10]), depth=9)])
 
 
-def share_place(made: Made) -> None:
-    made.commit(
-        blocks=[replace(made.record(made.hashes[11]), place=made.record(made.fork[11]).place, page=0)]
-    )
+def take_place(made: Made) -> None:
+    theirs = made.record(made.fork[11])
+    made.commit(blocks=[replace(made.record(made.hashes[11]), place=theirs.place, page=theirs.page)])
 
 
 def damage_record(made: Made) -> None:
@@ -156,7 +155,7 @@ DAMAGE: dict[str, tuple[Callable[[Made], None], dict[str, int], tuple[int, int]]
         (11, 12),
     ),
     "wrong depth": (wrong_depth, {"parent_missing": 2}, (10, 12)),
-    "place shared": (share_place, {"place_shared": 1, "payload_wrong": 1}, (11, 12)),
+    "another's place": (take_place, {"payload_wrong": 1}, (11, 12)),
 }
 
 
@@ -181,6 +180,15 @@ def test_damage_is_found_and_repair_drops_it_and_no_more(made: Made, name: str) 
     with Embedded(made.settings) as store:
         assert store_chain(store, made.namespace, made.hashes)
         assert load_chain(store, made.namespace, made.hashes) == BLOCKS
+    assert check(made.path).sound
+
+
+def test_of_two_records_with_one_payload_repair_leaves_one(made: Made) -> None:
+    one, two = made.record(made.hashes[11]), made.record(made.fork[11])
+    fields = {"place": two.place, "page": two.page, "checksum": two.checksum}
+    made.commit(blocks=[replace(one, **fields)])
+    assert check(made.path).counts() == {"place_shared": 1}
+    assert check(made.path, repair=True).dropped_blocks == 1
     assert check(made.path).sound
 
 
