@@ -10,6 +10,7 @@ from kvstore.embedded import Embedded
 from kvstore.errors import NamespaceUnknown
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.namespace import Namespace
+from kvstore.observer import Departure
 from kvstore.settings import MIB
 from kvstore.units import UnitKind, plan_output
 from tests.kvstore.blocks import (
@@ -249,7 +250,7 @@ def test_a_unit_whose_middle_was_evicted_is_invisible(tmp_path):
         store_chain(store, worker.namespace, hashes)
         index = store._store._index
         middle = index.find(hashes[4])
-        store._call(lambda: store._store._writer.free(middle))
+        store._call(lambda: store._store._writer.free(middle, Departure.CAPACITY))
         assert worker.match(A[:641]).stored_blocks == 4
         assert worker.match(A[:641]).blocks == 0
         assert store.check() == []
