@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -42,6 +42,7 @@ class HostTier:
         self._spaces = spaces
         self._counters = counters
         self._reads: dict[int, _Read] = {}
+        self._wanted: Counter[int] = Counter()  # row -> loads that have yet to come to it
         self._tasks: set[asyncio.Task[None]] = set()
         self._queues: defaultdict[int, deque[tuple[int, asyncio.Future[int]]]] = defaultdict(deque)
         self._room: list[asyncio.Future[None]] = []
@@ -66,7 +67,9 @@ class HostTier:
         return self._spaces.of(self._index.namespace[row]).slot_class
 
     def _take(self, row: int) -> int | None:
-        taken = self._arena.take(self._slot_class(row), row, dirty=self.dirty_evictable)
+        taken = self._arena.take(
+            self._slot_class(row), row, dirty=self.dirty_evictable, wanted=self._wanted.__contains__
+        )
         if taken is None:
             return None
         for owner in taken.evicted:
@@ -106,6 +109,20 @@ class HostTier:
         future = asyncio.get_running_loop().create_future()
         self._room.append(future)
         await future
+
+    def want(self, rows: Iterable[int]) -> None:
+        """A load will come to these blocks: as far as they lie in the arena, others leave it first.
+
+        So a load that follows another one, or comes back to a document, finds what is there.
+        """
+        self._wanted.update(rows)
+
+    def unwant(self, rows: Iterable[int]) -> None:
+        """Undo one ``want`` of each."""
+        for row in rows:
+            self._wanted[row] -= 1
+            if not self._wanted[row]:
+                del self._wanted[row]
 
     def hold(self, row: int) -> int | None:
         """The slot of a readable block in the arena, with a hold for the caller; None if it isn't there."""

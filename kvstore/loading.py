@@ -18,6 +18,7 @@ from kvstore.arena import Arena
 from kvstore.errors import InvalidArgument, LeaseUnknown
 from kvstore.host import HostTier
 from kvstore.leases import Lease, LeaseTable
+from kvstore.readers import Reader
 
 WINDOW = 16  # blocks read ahead of the announcements
 BATCH = 64  # blocks in one announcement
@@ -41,6 +42,7 @@ class LoadStream:
         host: HostTier,
         arena: Arena,
         quota_bytes: int,
+        reader: Reader | None,
         on_end: Callable[[Lease], None],
     ) -> None:
         self._lease = lease
@@ -51,7 +53,10 @@ class LoadStream:
         self._host = host
         self._arena = arena
         self._quota = quota_bytes
+        self._reader = reader
         self._on_end = on_end
+        self._wanted = deque(rows[first:])  # not yet held or asked for
+        host.want(self._wanted)
         self._ahead: deque[int | asyncio.Future[int]] = deque()  # slots of the blocks before _next
         self._slots: dict[int, int] = {}  # index -> slot, announced and not given back
         self._closed = False
@@ -102,11 +107,18 @@ class LoadStream:
             row = self._rows[self._next]
             slot = self._host.hold(row)
             self._ahead.append(self._host.request(row) if slot is None else slot)
+            self._host.unwant([self._wanted.popleft()])
             self._next += 1
+            if self._reader is not None:
+                self._reader.advance(self._next)
+        if self._reader is not None and self._next >= len(self._rows):
+            self._reader.leave()
 
     def _may_hold_more(self) -> bool:
         # Holding later blocks while the next one waits for a slot could leave all loads waiting.
         if not self._live or (self._ahead and self._host.starved):
+            return False
+        if self._reader is not None and self._reader.must_wait():
             return False
         # One block is always allowed, however small the arena is and whatever else the worker holds.
         if not self._ahead and not self._slots:
@@ -165,6 +177,11 @@ class LoadStream:
         return xxhash.xxh3_64_intdigest(self.view(index))
 
     def _drop_window(self) -> None:
+        """Give up the blocks that were not announced: none more will be."""
+        if self._reader is not None:
+            self._reader.leave()
+        self._host.unwant(self._wanted)
+        self._wanted.clear()
         window, self._ahead = self._ahead, deque()
         self._next -= len(window)
         for item in window:

@@ -25,7 +25,7 @@ class Observer(Protocol):
         """A stored payload was read from disk, decoded and verified."""
 
     def wrote(self, nbytes: int, seconds: float) -> None:
-        """A batch of payloads and unit marks became durable."""
+        """A batch of payloads became durable."""
 
     def block_left(self, why: Departure, idle_seconds: float) -> None:
         """A block left the disk that was last used so long ago."""

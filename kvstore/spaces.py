@@ -13,6 +13,9 @@ from kvstore.layout import LatentLayout
 from kvstore.namespace import DIGEST_BYTES, Namespace
 from kvstore.payloads.direct import PAGE_BYTES
 
+MAX_NAMESPACES = 65536
+MAX_BLOCK_SIZES = 64  # each has files, maps and slots of its own
+
 log = logging.getLogger(__name__)
 
 
@@ -63,7 +66,15 @@ class SpaceTable:
                 log.warning("event=namespace_closed id=%d reason=%s", number, error)
 
     def fit(self, layout: LatentLayout) -> int:
-        """The slot class of a layout. Raises ``CapacityTooSmall`` if a tier can't hold one block."""
+        """The slot class of a layout. Raises ``CapacityTooSmall`` if a tier can't hold one block, or one
+        more namespace or size of blocks is too many.
+        """
+        sizes = self.block_sizes()
+        if len(self) >= MAX_NAMESPACES or len(sizes | {layout.block_bytes}) > MAX_BLOCK_SIZES:
+            raise CapacityTooSmall(
+                f"{len(self)} namespaces with {len(sizes)} sizes of blocks are open, and no more can be;"
+                " use fewer, or start with an empty directory"
+            )
         limit = self._disk.limit_bytes(layout.block_bytes)
         if layout.block_bytes + PAGE_BYTES > limit:  # a payload takes whole pages and a header
             raise CapacityTooSmall(

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from kvstore.api import Match, MissReason, Status, TierStatus
+from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena, SlotState
 from kvstore.audit import audit
 from kvstore.disk import DiskTier
@@ -28,6 +28,7 @@ from kvstore.namespace import Namespace
 from kvstore.observer import Departure, Observer, Unobserved
 from kvstore.payloads import OpenPayloads
 from kvstore.prefix_index import PrefixIndex
+from kvstore.readers import ReaderGroups
 from kvstore.reserving import Reserved, Reserver
 from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
@@ -72,6 +73,8 @@ class Store:
             self.counters,
             quota_bytes=self._quota_bytes,
         )
+        # Readers hold half of the arena; half of the rest is what they may be apart.
+        self._readers = ReaderGroups(self._quota_bytes // 2, self._host.notify_room, self.counters)
         self._clock: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -134,7 +137,7 @@ class Store:
             return known.digest
         check_interval(self.settings.interval, namespace.layout.block_tokens)
         self._spaces.fit(namespace.layout)
-        number, digest = await self._writer.in_thread(self._disk.add_namespace, namespace)
+        number, digest = await self._writer.add_namespace(namespace)
         return self._spaces.admit(number, namespace, digest).digest
 
     def block_bytes(self, namespace: bytes) -> int:
@@ -172,7 +175,14 @@ class Store:
             self.counters[f"miss_{match.reason}"] += 1
         return match
 
-    def load(self, holder: Holder, namespace: bytes, hashes: Sequence[bytes], first: int) -> LoadStream:
+    def load(
+        self,
+        holder: Holder,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        first: int,
+        readers: Readers | None = None,
+    ) -> LoadStream:
         """Open a lease over ``hashes[first:]`` and start to read them, in order."""
         self._accepting()
         space = self._spaces.get(namespace)
@@ -180,6 +190,7 @@ class Store:
         if not 0 <= first <= len(hashes):
             raise InvalidArgument(f"first={first} is outside [0, {len(hashes)}]")
         rows = self._index.walk(space.id, hashes).rows
+        reader = self._readers.join(space.id, readers, first, space.block_bytes) if readers else None
         now = time.time()
         self._index.touch(rows, now)
         lease = self._leases.open(holder, space.id, space.block_bytes, time.monotonic())
@@ -196,6 +207,7 @@ class Store:
             host=self._host,
             arena=self.arena,
             quota_bytes=self._quota_bytes,
+            reader=reader,
             on_end=self._end,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from server.commands import config, plan, serve, status
+from server.commands import check, config, plan, serve, status
 
 app = typer.Typer(
     help="A tiered store for the prefix caches of MLA models.",
@@ -19,6 +19,7 @@ def _main() -> None:
 
 
 app.command()(serve.serve)
+app.command()(check.check)
 app.command()(status.status)
 app.command()(status.top)
 app.command("plan")(plan.plan_sizes)

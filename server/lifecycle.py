@@ -22,6 +22,7 @@ from kvstore.errors import KVStoreError
 from kvstore.store import Store
 from kvstore.v1 import kvstore_pb2_grpc, operator_pb2_grpc
 from server.config import ARENA_SUFFIX, UNIX, Config
+from server.decoding import Decoding
 from server.events import event
 from server.faults import FaultLog
 from server.handover import Handover
@@ -129,7 +130,7 @@ class Daemon:
             self._sockets.append(each)
 
     async def _listen(self) -> None:
-        self._server = grpc.aio.server(options=_GRPC_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[Decoding()], options=_GRPC_OPTIONS)
         self._service = KVStoreService(self._store, self._workers, self._tally)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
@@ -25,7 +26,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from server.events import event
 from server.streams import Context, Upload, announce_slots, send_blocks
 from server.tally import Tally
-from server.workers import WorkerTable
+from server.workers import WorkerTable, require_lease_room
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +45,13 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
         began = time.monotonic()
         try:
             service.refuse_when_draining()
+            if isinstance(request, DecodeError):
+                raise request
             response = await handler(service, request, context)
         except KVStoreError as error:
             failure = error
+        except DecodeError as error:
+            failure = InvalidArgument(f"what came is no message of {verb} ({error}); use the published proto")
         except Exception as error:  # a handler's bug must cost one call, not the daemon
             if context.done():  # the caller has gone; writing to it is what failed
                 service.tally.answered(verb, "CANCELLED")
@@ -102,7 +107,7 @@ class KVStoreService:
         match = self._store.match(
             space.digest,
             wire.hashes_of(request.hashes),
-            request.tokens,
+            wire.tokens_of(request),
             align=request.align,
             store=request.store,
         )
@@ -123,7 +128,8 @@ class KVStoreService:
         space = self._store.space(wire.digest(start.namespace))
         began = time.monotonic()
         with self._workers.streaming(wire.worker_of(start.worker)) as holder:
-            stream = self._store.load(holder, space.digest, hashes, start.first)
+            require_lease_room(holder)
+            stream = self._store.load(holder, space.digest, hashes, start.first, wire.readers_of(start))
             whole = False
             try:
                 await context.write(pb.LoadResponse(lease=stream.lease))
@@ -147,6 +153,8 @@ class KVStoreService:
     @answered
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         holder = self._workers.holder(wire.worker_of(request.worker))
+        if not request.lease:
+            require_lease_room(holder)
         reserved = self._store.reserve(
             holder,
             wire.digest(request.namespace),

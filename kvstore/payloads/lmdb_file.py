@@ -108,6 +108,10 @@ class LmdbFile:
         known = page < _PAGES_MAX and os.pread(self._fd, len(head), offset) == head
         return page if known else 0
 
+    def drop_from_cache(self, page: int, nbytes: int) -> None:
+        """Let the kernel forget what it caches of a value that is on disk. Raises ``OSError``."""
+        os.posix_fadvise(self._fd, page * PAGE_BYTES, nbytes, os.POSIX_FADV_DONTNEED)
+
     def file_bytes(self) -> int:
         """Bytes that the data file takes on disk (a sparse file's size says nothing)."""
         return os.fstat(self._fd).st_blocks * 512
