@@ -33,6 +33,8 @@ class MissReason(StrEnum):
     SHORTER_THAN_BLOCK = "shorter_than_block"  # such content is never cached
     NEVER_SEEN = "never_seen"  # the next block is not stored and was not seen lately
     NOT_STORED = "not_stored"  # seen lately, but not stored or no longer stored
+    EVICTED = "evicted"  # was stored, and left a full disk
+    LOST = "lost"  # was stored, and its bytes came back damaged or not at all
     DIVERGED = "diverged"  # the stored chain goes on with other tokens
     NO_UNIT = "no_unit"  # stored further, but no unit ends there
     PENDING = "pending"  # another worker is filling the next block

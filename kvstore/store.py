@@ -18,7 +18,7 @@ from kvstore.arena import Arena, SlotState
 from kvstore.audit import audit
 from kvstore.disk import DiskTier
 from kvstore.errors import InvalidArgument, Unavailable
-from kvstore.ghosts import GhostList
+from kvstore.ghosts import GhostList, Gone
 from kvstore.hashing import HASH_BYTES
 from kvstore.host import HostTier
 from kvstore.leases import Holder, Lease, LeaseTable
@@ -254,6 +254,7 @@ class Store:
 
     def _note_departure(self, row: int, why: Departure) -> None:
         now, unit = time.time(), self._index.units.get(row)
+        self._ghosts.leave(self._index.hashes[row], Gone(why, now))
         self._observer.block_left(why, now - self._index.used[row])
         if unit is not None:
             self._observer.unit_left(why, now - unit.created, unit.hits)

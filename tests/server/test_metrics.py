@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.request
 from collections.abc import Iterator
@@ -9,10 +10,13 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvstore.api import MissReason
+from kvstore.layout import preset
 from kvstore.observer import Departure
 from server.metrics import COUNTERS, exposition, snapshot
 from server.tally import Tally, Worth
 from tests.server.conftest import DEADLINE, ROOT_DIR, Fleet, document, flag_maker, page_of
+from tests.server.test_web import Flags, get
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -126,3 +130,23 @@ def test_counters_start_at_zero_so_that_their_first_step_is_an_increase(
 ) -> None:
     _, samples = scraped
     assert all((f"latentkv_{name}_total", frozenset()) in samples for name in COUNTERS)
+
+
+def test_a_miss_for_what_was_evicted_says_so_to_worker_metrics_and_page(fleet: Fleet, flags: Flags) -> None:
+    daemon = fleet.daemon(*flags(http="127.0.0.1:0", disk_bytes="16MiB"))
+    client = fleet.connect(daemon.url)
+    layout = preset("tiny", num_layers=8)  # 0.6 MB a block
+    first, later = (document(client, 12, seed=seed, layout=layout) for seed in (0, 1))
+    for each in (first, later):
+        each.store(client)
+    match = client.match(first.namespace, first.hashes, len(first.tokens))
+    assert match.reason is MissReason.EVICTED
+    missed = len(first.tokens) - 64 * match.blocks
+    _, samples = scrape(page_of(daemon))
+    labels = {"tenant": "default", "reason": "evicted"}
+    assert samples["latentkv_miss_tokens_total", frozenset(labels.items())] == missed
+    gone = samples["latentkv_evicted_block_idle_seconds_count", frozenset({"cause": "capacity"}.items())]
+    assert gone == samples["latentkv_disk_evicted_blocks_total", frozenset()] > 0
+    report = json.loads(get(page_of(daemon) + "status.json")[1])
+    assert report["recent_misses"][0]["reason"] == "evicted"
+    assert [each["tokens"] for each in report["misses"] if each["reason"] == "evicted"] == [missed]
