@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -44,10 +45,15 @@ class DaemonProcess:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT_DIR,
+            env=os.environ | {"PYTHONFAULTHANDLER": "1"},
         )
         threading.Thread(target=self._collect, daemon=True).start()
         assert self.process.stdout is not None
+        # One that hangs at its start says where: its stacks are in the log.
+        watchdog = threading.Timer(DEADLINE, self.process.send_signal, [signal.SIGABRT])
+        watchdog.start()
         self.ready = self.process.stdout.readline()
+        watchdog.cancel()
         assert self.ready.startswith("latentkv: serving on "), (self.ready, self.log)
         self.url = self.ready.split()[3]
 
