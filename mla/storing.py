@@ -112,6 +112,11 @@ class StoreJob(Generic[Block]):
         """No more blocks come."""
         self._owner.end(self)
 
+    def wait(self, timeout: float) -> int:
+        """Wait until a finished job is over, at most ``timeout`` seconds; blocks of the chain stored."""
+        self._owner.wait_over(self, timeout)
+        return self.depth
+
 
 class StoreQueue(Generic[Block]):
     """One thread that moves queued pool blocks into the store."""
@@ -163,6 +168,11 @@ class StoreQueue(Generic[Block]):
         with self._lock:
             self._open += 1
         self._items.put((job, None))
+
+    def wait_over(self, job: StoreJob[Block], timeout: float) -> None:
+        """See ``StoreJob.wait``."""
+        with self._lock:
+            self._lock.wait_for(lambda: job.over, timeout)
 
     def note_lost(self) -> None:
         """A request is not stored at all."""

@@ -33,10 +33,10 @@ from vllm.v1.request import Request
 import kvstore
 from kvstore.namespace import Namespace
 from mla.adapters.paged import PagedCache
+from mla.adapters.settings import VllmSettings
 from mla.adapters.vllm_lookup import Lookup
 from mla.adapters.vllm_namespace import adapter_name, base_namespace, cache_shape
 from mla.adapters.vllm_orders import StepOrders, StoredDepths
-from mla.adapters.vllm_plan import Settings
 from mla.adapters.vllm_scheduler import SchedulerSide
 from mla.adapters.vllm_worker import WorkerSide
 
@@ -50,7 +50,7 @@ class LatentKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._settings = Settings.parse(self._kv_transfer_config.kv_connector_extra_config)
+        self._settings = VllmSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
         self._shape = cache_shape(vllm_config, kv_cache_config)
         base = base_namespace(vllm_config, self._shape.layout, self._settings)
         self._scheduler_side = self._decider(base) if role is KVConnectorRole.SCHEDULER else None

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from kvstore.layout import DType, LatentLayout, Strip
 from kvstore.namespace import Namespace
-from mla.adapters.vllm_plan import PAGE_TOKENS, Settings
+from mla.adapters.checkpoint import checkpoint_revision, entries_digest
+from mla.adapters.settings import Settings
+from mla.adapters.vllm_plan import PAGE_TOKENS
 from mla.errors import Unsupported
 from mla.fingerprint import checkpoint_fingerprint
 from mla.rope import check_rope_length, rope_json, rope_limit
 
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.FP16, "float32": DType.FP32}
 _CACHE_DTYPES = {"fp8": DType.FP8, "fp8_e4m3": DType.FP8, "fp8_ds_mla": DType.FP8_DS_MLA}
-# Entries of a config that say nothing about the computation.
-_IDLE_ENTRIES = {"transformers_version", "architectures", "use_cache", "id2label", "label2id"}
 
 
 @dataclass(frozen=True)
@@ -111,8 +108,8 @@ def base_namespace(config: VllmConfig, layout: LatentLayout, settings: Settings)
     text = model.hf_text_config.to_dict()
     check_rope_length(rope_limit(text), model.max_model_len)
     parts = {
-        "weights": settings.revision or _revision(model.model, model.revision),
-        "config": _digest(model.hf_config.to_dict()),
+        "weights": settings.revision or checkpoint_revision(model.model, model.revision),
+        "config": entries_digest(model.hf_config.to_dict()),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
         "draft": _draft(config),
@@ -144,34 +141,13 @@ def _refuse(config: VllmConfig) -> None:
         )
 
 
-def _revision(model: str, revision: str | None) -> str:
-    directory = Path(model)
-    if not directory.is_dir():
-        config = try_to_load_from_cache(model, "config.json", revision=revision)
-        if not isinstance(config, str):
-            raise Unsupported(
-                f"{model} is neither a directory nor in the hub's cache: set revision in the extra config"
-            )
-        directory = Path(config).parent
-    return checkpoint_fingerprint(directory)
-
-
 def _draft(config: VllmConfig) -> str:
     """A speculator's layers share the cache: its weights matter too."""
     speculative = config.speculative_config
     if speculative is None or speculative.draft_model_config is None:
         return ""
     draft = speculative.draft_model_config
-    return f"{_revision(draft.model, draft.revision)} {_digest(draft.hf_config.to_dict())}"
-
-
-def _digest(entries: Mapping[str, Any]) -> str:
-    kept = {
-        name: value
-        for name, value in entries.items()
-        if not name.startswith("_") and name not in _IDLE_ENTRIES
-    }
-    return hashlib.blake2b(json.dumps(kept, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+    return f"{checkpoint_revision(draft.model, draft.revision)} {entries_digest(draft.hf_config.to_dict())}"
 
 
 def adapter_name(name: str, path: str) -> str:

@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvstore.units import UnitKind
+from mla.adapters.chains import Chain
 from mla.adapters.paged import Place
-from mla.adapters.vllm_lookup import Chain
 
 
 @dataclass(frozen=True)

@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from kvstore.api import Match
-from kvstore.errors import InvalidArgument
 from kvstore.layout import BLOCK_TOKENS
 from kvstore.units import PersistPoint, UnitKind, plan_output
 from mla.adapters.paged import Place
 
 PAGE_TOKENS = (16, 32, 64)  # vLLM block sizes of which a block of ours is a whole number
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """``kv_connector_extra_config``. Times are in seconds."""
-
-    url: str  # of the daemon
-    tenant: str = "default"
-    revision: str = ""  # of the weights; by default a fingerprint of the checkpoint's files
-    match_timeout: float = 0.5  # that a request waits for Match before it counts as a miss
-    load_timeout: float = 30.0  # for each batch of a load
-    store_deadline: float = 5.0  # that a finished request's blocks may wait for room in the store
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> Settings:
-        """Raises ``InvalidArgument`` for an unknown or missing name, or a value of another type."""
-        known = {field.name: type(field.default) for field in fields(cls) if field.name != "url"}
-        known["url"] = str
-        if unknown := sorted(set(raw) - set(known)):
-            raise InvalidArgument(
-                f"kv_connector_extra_config has no {', '.join(unknown)}; known: {', '.join(known)}"
-            )
-        if "url" not in raw:
-            raise InvalidArgument(
-                'kv_connector_extra_config needs "url", the daemon\'s, such as "unix:///run/latentkv/kv.sock"'
-            )
-        for name, value in raw.items():
-            if not isinstance(value, (int, float) if known[name] is float else known[name]):
-                raise InvalidArgument(
-                    f"kv_connector_extra_config: {name}={value!r} is no {known[name].__name__}"
-                )
-        return cls(**raw)
 
 
 @dataclass(frozen=True, slots=True)

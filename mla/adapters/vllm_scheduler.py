@@ -21,11 +21,11 @@ from vllm.v1.request import Request, RequestStatus
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import BLOCK_TOKENS
 from kvstore.units import UnitKind
+from mla.adapters.settings import VllmSettings
 from mla.adapters.vllm_lookup import Answer, Lookup
 from mla.adapters.vllm_orders import LoadOrder, SaveOrder, StepOrders, StoredDepths
 from mla.adapters.vllm_plan import (
     Feature,
-    Settings,
     answer_units,
     external_tokens,
     extra_keys,
@@ -67,7 +67,7 @@ class _Tracked:
 class SchedulerSide:
     """Decides. Not thread-safe: vLLM calls it from one thread."""
 
-    def __init__(self, lookup: Lookup, settings: Settings, page_tokens: int, *, events: bool) -> None:
+    def __init__(self, lookup: Lookup, settings: VllmSettings, page_tokens: int, *, events: bool) -> None:
         self._lookup = lookup
         self._settings = settings
         self._page_tokens = page_tokens

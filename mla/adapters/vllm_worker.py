@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvstore.api import KVStore
+from mla.adapters.chains import Namespaces
 from mla.adapters.paged import PagedCache, Place
-from mla.adapters.vllm_lookup import Namespaces
 from mla.adapters.vllm_orders import LoadOrder, SaveOrder, StepOrders
 from mla.prefix import check_order
 from mla.storing import StoreJob, StoreQueue

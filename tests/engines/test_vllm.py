@@ -19,7 +19,8 @@ from vllm.v1.request import RequestStatus
 from kvstore.errors import InvalidArgument
 from kvstore.layout import BLOCK_TOKENS
 from mla.errors import Unsupported
-from tests.engines.vllm_engine import Engine, Truth, checkpoint
+from tests.engines.checkpoint import checkpoint, damage
+from tests.engines.vllm_engine import Engine, Truth
 from tests.server.conftest import DaemonProcess, Fleet
 
 
@@ -146,10 +147,7 @@ def test_a_corrupt_block_is_computed_again_and_healed(site: Site) -> None:
     site.start().serve("a", text)
     assert site.daemon.term() == 0
     damaged = TRUTH.entries(text)[:, 4 * BLOCK_TOKENS : 5 * BLOCK_TOKENS].contiguous().numpy().tobytes()
-    (payloads,) = [file for file in site.data.rglob("data.mdb") if damaged in file.read_bytes()]
-    with payloads.open("r+b") as file:
-        file.seek(payloads.read_bytes().find(damaged) + 1000)
-        file.write(bytes([damaged[1000] ^ 1]))
+    damage(site.data, damaged)
     site.daemon.start()
     engine = site.start()
     assert engine.serve("b", text) == TRUTH.answer(text, 3)

@@ -7,7 +7,6 @@ all cached bytes of the prefix: one wrong byte in the cache is another answer.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,41 +37,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-LAYERS = 2
-RANK, ROPE = 32, 16
+from tests.engines.checkpoint import LAYERS, RANK, ROPE, VOCABULARY
+
 ENTRY = (RANK + ROPE) * 2  # bytes
-VOCABULARY = 1000
 DEADLINE = 60.0  # seconds after which a test has hung; nothing is timed by it
-
-CONFIG = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": LAYERS,
-    "first_k_dense_replace": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "q_lora_rank": None,
-    "kv_lora_rank": RANK,
-    "qk_rope_head_dim": ROPE,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 65536,
-    "torch_dtype": "bfloat16",
-}
-
-
-def checkpoint(directory: Path, weights: bytes = b"weights") -> Path:
-    """A checkpoint of which only config and file contents matter."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    (directory / "model.safetensors").write_bytes(weights)
-    return directory
 
 
 def vllm_config(url: str, model: Path, block_size: int, **changes: Any) -> VllmConfig:

@@ -11,10 +11,10 @@ from kvstore.hashing import block_hashes
 from kvstore.layout import BLOCK_TOKENS, DType, LatentLayout, Strip
 from kvstore.units import UnitKind
 from mla.adapters.paged import PagedCache
+from mla.adapters.settings import VllmSettings
 from mla.adapters.vllm_plan import (
     PAGE_TOKENS,
     Feature,
-    Settings,
     answer_units,
     external_tokens,
     extra_keys,
@@ -146,8 +146,8 @@ def test_salt_and_images_change_the_chain_where_they_are_and_after() -> None:
 )
 def test_settings_that_are_wrong_are_named(raw: dict[str, object], reason: str) -> None:
     with pytest.raises(InvalidArgument, match=reason):
-        Settings.parse(raw)
+        VllmSettings.parse(raw)
 
 
 def test_settings_take_whole_numbers_for_seconds() -> None:
-    assert Settings.parse({"url": "unix:///kv", "load_timeout": 3}).load_timeout == 3
+    assert VllmSettings.parse({"url": "unix:///kv", "load_timeout": 3}).load_timeout == 3
