@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-oldest lint proto proto-check clean
+.PHONY: demo test test-oldest test-engines lint proto proto-check clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,21 @@ $(OLDEST)/.ready: pyproject.toml constraints.txt
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest tests/mla
 
+# The engines that we stand beside, in an environment of their own: their own code, on CPU. They are
+# installed without their dependencies, most of which drive GPUs; requirements.txt has what runs here.
+ENGINES := .venv-engines
+$(ENGINES)/.ready: pyproject.toml constraints.txt tests/engines/requirements.txt tests/engines/engines.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/pip install --quiet --upgrade pip
+	grep -E '^torch==' constraints.txt > $(ENGINES)/constraints.txt
+	$(ENGINES)/bin/pip install --quiet --constraint $(ENGINES)/constraints.txt --requirement tests/engines/requirements.txt
+	$(ENGINES)/bin/pip install --quiet --no-deps --requirement tests/engines/engines.txt
+	$(ENGINES)/bin/pip install --quiet --no-deps --editable .
+	touch $(ENGINES)/.ready
+
+test-engines: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m pytest tests/engines
+
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -47,4 +62,4 @@ proto-check:
 	sh proto/generate.sh --check
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .venv-proto out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(ENGINES) .venv-proto out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

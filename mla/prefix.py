@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.api import KVStore, Load, Tier
+from kvstore.api import KVStore, Load, LoadedBlock, Tier
 from kvstore.errors import CorruptBlock
 from mla.pool import LatentPool
 
@@ -68,11 +68,7 @@ class PrefixLoader:
         loaded = 0
         for batch in load:
             places = fresh[loaded : loaded + len(batch)]
-            # A block in another's place would be a wrong answer that nothing else can see.
-            if [block.index - first for block in batch] != list(range(loaded, loaded + len(places))):
-                raise CorruptBlock(
-                    f"the store sent {[block.index for block in batch]} after {first + loaded}"
-                )
+            check_order(batch, first + loaded)
             self._pool.write_blocks(places, [block.data for block in batch])
             loaded += len(batch)
         return loaded
@@ -81,6 +77,15 @@ class PrefixLoader:
         keep = len(blocks) - len(blocks) % self._align
         self._pool.release(blocks[keep:])
         return blocks[:keep]
+
+
+def check_order(batch: Sequence[LoadedBlock], expected: int) -> None:
+    """Raise ``CorruptBlock`` unless a batch holds the blocks from ``expected`` on, in their order.
+
+    A block in another's place would be a wrong answer that nothing else can see.
+    """
+    if [block.index for block in batch] != list(range(expected, expected + len(batch))):
+        raise CorruptBlock(f"the store sent {[block.index for block in batch]} where {expected} was next")
 
 
 def _tiers(blocks: int, device: int, disk_blocks: int) -> dict[Tier, int]:

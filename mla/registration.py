@@ -125,12 +125,12 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _register(address: int, nbytes: int) -> None:
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime = torch.cuda.cudart()
     _check(int(runtime.cudaHostRegister(address, nbytes, _PORTABLE)), "cudaHostRegister")
 
 
 def _unregister(address: int) -> None:
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime = torch.cuda.cudart()
     _check(int(runtime.cudaHostUnregister(address)), "cudaHostUnregister")
 
 

@@ -52,7 +52,7 @@ class _Request:
     match: Match
     stored_until: int  # tokens of the prompt that may be stored
     units: dict[int, UnitKind]  # depth in blocks -> kinds
-    job: StoreJob | None = None
+    job: StoreJob[int] | None = None
     queued: int = 0  # blocks handed to the job
 
 
@@ -185,7 +185,7 @@ class Session:
                 self._counters["store_unavailable"] += 1
                 self._queue.note_lost()
             else:
-                request.job = self._queue.job(key)
+                request.job = self._queue.job(lambda: key)
         return request
 
     def _open_namespace(self) -> bytes | None:

@@ -1,7 +1,7 @@
 """The background queue that stores blocks as chunks finish. The model's path never waits for it.
 
-Blocks stay referenced in the pool until they are stored or given up. Each request has a
-``StoreJob``, one lease in the store, and hands over its blocks in the order of the chain.
+Blocks stay referenced in the pool (ours, or an engine's) until they are stored or given up. Each
+request has a ``StoreJob``, one lease in the store, and hands over its blocks in the order of the chain.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvstore.api import KVStore, ReservedBlock, ReserveState
 from kvstore.errors import LeaseUnknown
 from kvstore.hashing import ROOT
 from kvstore.units import UnitKind, UnitMark
-from mla.pool import LatentPool
+from mla.streams import Mark
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Block = TypeVar("Block")  # how the pool names a block
+BlockIn = TypeVar("BlockIn", contravariant=True)
+Namer = Callable[[], bytes]
 
 RESERVE_BLOCKS = 32  # blocks of one Reserve, and so of one Commit
 COPY_BLOCKS = 8  # blocks that are copied at once; whoever needs the pool blocks waits for so many
@@ -32,12 +35,32 @@ END_SECONDS = 1.0  # for the thread to notice that it is over
 MAX_TICKETS = 1 << 16  # as many as a store remembers
 
 
-class _Piece:
+class BlockPool(Protocol[BlockIn]):
+    """Where the blocks lie that are to be stored. A retained block's bytes don't change."""
+
+    def retain(self, blocks: Sequence[BlockIn]) -> None: ...
+
+    def release(self, blocks: Sequence[BlockIn]) -> None: ...
+
+    def mark(self) -> Mark | None: ...
+
+    def read_blocks(
+        self, blocks: Sequence[BlockIn], outs: Sequence[memoryview], after: Mark | None
+    ) -> None: ...
+
+
+class _Piece(Generic[Block]):
     """Consecutive blocks of a chain, queued or at work. Its pool blocks can be taken away at any time."""
 
     def __init__(
-        self, pool: LatentPool, hashes: Sequence[bytes], blocks: Sequence[int], units: dict[int, UnitKind]
+        self,
+        job: StoreJob[Block],
+        pool: BlockPool[Block],
+        hashes: Sequence[bytes],
+        blocks: Sequence[Block],
+        units: dict[int, UnitKind],
     ) -> None:
+        self.job = job
         self.hashes = list(hashes)
         self.units = dict(units)  # depth in the chain -> kinds
         self._pool = pool
@@ -69,43 +92,56 @@ class _Piece:
             self._pool.release(blocks)
 
 
-class StoreJob:
+class StoreJob(Generic[Block]):
     """The blocks of one request on their way to the store.
 
-    ``add`` and ``finish`` are called by the session, the rest belongs to the queue's thread.
+    ``add``, ``drop`` and ``finish`` are called by the worker, ``depth`` and ``over`` may be read
+    by it; the rest belongs to the queue's thread.
     """
 
-    def __init__(self, owner: StoreQueue, namespace: bytes) -> None:
+    def __init__(self, owner: StoreQueue[Block], namespace: Namer, parent: bytes, depth: int) -> None:
         self.namespace = namespace
         self._owner = owner
         self.lease = 0
-        self.parent = ROOT
-        self.depth = 0  # blocks of the chain that are stored
+        self.parent = parent
+        self.depth = depth  # blocks of the chain that are stored
         self.failed = False
+        self.over = False  # finished, and nothing of it is queued or at work
 
-    def add(self, hashes: Sequence[bytes], blocks: Sequence[int], units: dict[int, UnitKind]) -> None:
+    def add(self, hashes: Sequence[bytes], blocks: Sequence[Block], units: dict[int, UnitKind]) -> None:
         """Queue the next blocks of the chain; ``units`` maps depths in the chain to kinds.
 
         Takes a reference of its own to each pool block.
         """
         self._owner.put(self, hashes, blocks, units)
 
+    def drop(self) -> None:
+        """Give up what is queued or at work: its blocks are not read once this returns."""
+        self._owner.drop(self)
+
     def finish(self) -> None:
         """No more blocks come."""
         self._owner.end(self)
 
+    def wait(self, timeout: float) -> int:
+        """Wait until a finished job is over, at most ``timeout`` seconds; blocks of the chain stored."""
+        self._owner.wait_over(self, timeout)
+        return self.depth
 
-class StoreQueue:
+
+class StoreQueue(Generic[Block]):
     """One thread that moves queued pool blocks into the store."""
 
-    def __init__(self, pool: LatentPool, store: KVStore, *, deadline: float) -> None:
+    def __init__(self, pool: BlockPool[Block], store: KVStore, *, deadline: float) -> None:
         self._pool = pool
         self._store = store
         self._deadline = deadline  # seconds that one piece may wait for room
-        self._items: queue.SimpleQueue[tuple[StoreJob, _Piece | None] | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[tuple[StoreJob[Block], _Piece[Block] | None] | None] = (
+            queue.SimpleQueue()
+        )
         self._lock = threading.Condition()
         self._open = 0  # items queued or at work; under _lock
-        self._pieces: set[_Piece] = set()  # of these items; under _lock
+        self._pieces: set[_Piece[Block]] = set()  # of these items; under _lock
         self._tickets: list[int] = []  # not asked for durability yet; under _lock
         self._lost = False  # something was not stored since the last flush; under _lock
         self._counters: Counter[str] = Counter()  # under _lock
@@ -117,25 +153,37 @@ class StoreQueue:
         with self._lock:
             return self._counters.copy()
 
-    def job(self, namespace: bytes) -> StoreJob:
-        """A job for one request."""
-        return StoreJob(self, namespace)
+    def job(self, namespace: Namer, parent: bytes = ROOT, depth: int = 0) -> StoreJob[Block]:
+        """A job for one request, whose first ``depth`` blocks, ``parent`` the last, are stored.
+
+        ``namespace`` gives its digest; it is called on the queue's thread, and may open it.
+        """
+        return StoreJob(self, namespace, parent, depth)
 
     def put(
-        self, job: StoreJob, hashes: Sequence[bytes], blocks: Sequence[int], units: dict[int, UnitKind]
+        self,
+        job: StoreJob[Block],
+        hashes: Sequence[bytes],
+        blocks: Sequence[Block],
+        units: dict[int, UnitKind],
     ) -> None:
         """Queue blocks of a job; see ``StoreJob.add``."""
-        piece = _Piece(self._pool, hashes, blocks, units)
+        piece = _Piece(job, self._pool, hashes, blocks, units)
         with self._lock:
             self._open += 1
             self._pieces.add(piece)
         self._items.put((job, piece))
 
-    def end(self, job: StoreJob) -> None:
+    def end(self, job: StoreJob[Block]) -> None:
         """Queue the end of a job."""
         with self._lock:
             self._open += 1
         self._items.put((job, None))
+
+    def wait_over(self, job: StoreJob[Block], timeout: float) -> None:
+        """See ``StoreJob.wait``."""
+        with self._lock:
+            self._lock.wait_for(lambda: job.over, timeout)
 
     def note_lost(self) -> None:
         """A request is not stored at all."""
@@ -160,10 +208,13 @@ class StoreQueue:
         with self._lock:
             return self._lock.wait_for(lambda: self._open == 0, timeout)
 
-    def drop(self) -> None:
-        """Give up what is queued or at work, for its pool blocks are needed. Waits for no store."""
+    def drop(self, job: StoreJob[Block] | None = None) -> None:
+        """Give up what is queued or at work (of one job, or all): its pool blocks are needed.
+
+        Waits for no store.
+        """
         with self._lock:
-            pieces = list(self._pieces)
+            pieces = [piece for piece in self._pieces if job is None or piece.job is job]
         for piece in pieces:
             piece.give_up()
 
@@ -184,6 +235,7 @@ class StoreQueue:
             job, piece = item
             if piece is None:
                 self._attempt("release", partial(self._end, job))
+                job.over = True
             else:
                 self._take(job, piece)
             with self._lock:
@@ -203,7 +255,7 @@ class StoreQueue:
         with self._lock:
             self._counters[name] += times
 
-    def _take(self, job: StoreJob, piece: _Piece) -> None:
+    def _take(self, job: StoreJob[Block], piece: _Piece[Block]) -> None:
         end = job.depth + len(piece.hashes)
         if not job.failed:
             job.failed = not self._attempt("store", partial(self._store_piece, job, piece))
@@ -214,7 +266,7 @@ class StoreQueue:
             self._count("dropped_blocks", end - job.depth)
             self.note_lost()
 
-    def _store_piece(self, job: StoreJob, piece: _Piece) -> bool:
+    def _store_piece(self, job: StoreJob[Block], piece: _Piece[Block]) -> bool:
         """Store a piece, however often the store has no room for it; False if it was given up."""
         give_up = time.monotonic() + self._deadline
         first, end = job.depth, job.depth + len(piece.hashes)
@@ -229,7 +281,7 @@ class StoreQueue:
                 time.sleep(RETRY_SECONDS)
         return True
 
-    def _store_some(self, job: StoreJob, piece: _Piece, done: int) -> bool:
+    def _store_some(self, job: StoreJob[Block], piece: _Piece[Block], done: int) -> bool:
         """Reserve, fill and commit the next few blocks; False if the chain went on by none."""
         try:
             return self._store_next(job, piece, done)
@@ -239,9 +291,9 @@ class StoreQueue:
             self._store.release(lease)
             return False
 
-    def _store_next(self, job: StoreJob, piece: _Piece, done: int) -> bool:
+    def _store_next(self, job: StoreJob[Block], piece: _Piece[Block], done: int) -> bool:
         hashes = piece.hashes[done : done + RESERVE_BLOCKS]
-        answer = self._store.reserve(job.namespace, job.parent, hashes, lease=job.lease)
+        answer = self._store.reserve(job.namespace(), job.parent, hashes, lease=job.lease)
         job.lease = answer.lease
         filled: list[bytes] = []
         for start, datas in _runs(answer.blocks):
@@ -271,7 +323,7 @@ class StoreQueue:
                 del self._tickets[0]
                 self._lost = True
 
-    def _end(self, job: StoreJob) -> None:
+    def _end(self, job: StoreJob[Block]) -> None:
         if job.lease:
             self._store.release(job.lease)
 

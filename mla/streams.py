@@ -38,7 +38,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copies = torch.cuda.Stream(device)
 
     def aside(self) -> AbstractContextManager[object]:
         """See ``Streams``."""

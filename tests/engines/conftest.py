@@ -1,0 +1,1 @@
+from tests.server.conftest import flags, fleet  # noqa: F401 - fixtures
