@@ -79,13 +79,20 @@ class Arena:
     that is not FILLING, raises ``InvalidArgument`` and changes nothing.
     """
 
-    def __init__(self, nbytes: int, extent_bytes: int = DEFAULT_EXTENT_BYTES, *, lead: int = 0) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        extent_bytes: int = DEFAULT_EXTENT_BYTES,
+        *,
+        lead: int = 0,
+        numa_node: int | None = None,
+    ) -> None:
         self.nbytes = nbytes - nbytes % PAGE_BYTES
         self.lead = lead  # bytes before the block in its slot
         extent_pages = extent_bytes // PAGE_BYTES
         if self.nbytes <= 0 or extent_pages <= 0:
             raise CapacityTooSmall(f"arena of {nbytes} bytes: give it {PAGE_BYTES} host bytes or more")
-        self.fd, self._map = allocate_shared(self.nbytes)
+        self.fd, self._map = allocate_shared(self.nbytes, numa_node)
         self.pinned = lock_in_memory(self._map)
         self.memory = memoryview(self._map)  # all of it, writable
         self._extents = ExtentTable(self.nbytes // PAGE_BYTES, extent_pages)

@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvstore.errors import ArenaUnavailable
+from kvstore.errors import ArenaUnavailable, KVStoreError
+from kvstore.numa import bind_to_node
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 # Advice of madvise(2) that Python does not name: of Linux 5.14 and 6.1; older ones refuse them.
@@ -24,10 +25,11 @@ _STEP_BYTES = 64 << 20  # faulted in by one call, so that whoever does it in the
 _TRIES = 64
 
 
-def allocate_shared(nbytes: int) -> tuple[int, mmap.mmap]:
+def allocate_shared(nbytes: int, numa_node: int | None = None) -> tuple[int, mmap.mmap]:
     """A ``memfd`` of ``nbytes`` bytes, backed, faulted in and sealed, and its writable mapping.
 
-    Raises ``ArenaUnavailable`` when the memory cannot be had; then nothing is kept.
+    Raises ``ArenaUnavailable`` when the memory cannot be had, ``InvalidArgument`` for a NUMA node that
+    the machine does not have; then nothing is kept.
     """
     available = _available_bytes()
     if nbytes > available:
@@ -41,8 +43,13 @@ def allocate_shared(nbytes: int) -> tuple[int, mmap.mmap]:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         mapped = map_shared(fd, nbytes)
+        if numa_node is not None:
+            bind_to_node(_address(mapped), nbytes, numa_node)
         _back(fd, mapped)
         return fd, mapped
+    except KVStoreError:
+        os.close(fd)
+        raise
     except (OSError, ValueError, OverflowError) as error:
         if fd >= 0:
             os.close(fd)

@@ -35,6 +35,7 @@ class StoreSettings:
     lease_seconds: float = 60.0
     drain_seconds: float = 30.0  # how long closing may take to make blocks durable
     readers: int = 8  # threads that read payloads
+    numa_node: int | None = None  # where the arena's memory comes from; None is anywhere
 
     def __post_init__(self) -> None:
         check_interval(self.interval)
@@ -49,6 +50,7 @@ class StoreSettings:
             ("disk_bytes", self.disk_bytes, 16 * MIB),
             ("ghost_bytes", self.ghost_bytes, 0),
             ("readers", self.readers, 1),
+            ("numa_node", self.numa_node or 0, 0),
         ):
             if value < least:
                 raise InvalidArgument(f"{name}={value} is below the least useful value {least}")

@@ -92,7 +92,9 @@ class Store:
         """
         disk = await asyncio.to_thread(DiskTier, settings, open_payloads, observer)
         try:
-            arena = await asyncio.to_thread(Arena, settings.host_bytes, lead=disk.lead)
+            arena = await asyncio.to_thread(
+                Arena, settings.host_bytes, lead=disk.lead, numa_node=settings.numa_node
+            )
         except BaseException:
             disk.close()
             raise

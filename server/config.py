@@ -102,6 +102,7 @@ class Config(BaseSettings):
     lease_seconds: float = 60.0
     drain_seconds: float = Field(default=30.0, gt=0)
     readers: int = 8
+    numa_node: int | None = None
     http: Annotated[str, AfterValidator(_check_http)] | None = None
     prefill_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     gpu_hour_price: float = Field(default=0.0, ge=0, allow_inf_nan=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import ArenaUnavailable
+from kvstore.errors import ArenaUnavailable, InvalidArgument
 from kvstore.memory import allocate_shared, fault_in, map_shared
 
 MIB = 1 << 20
@@ -93,6 +93,28 @@ def test_faulting_in_can_be_ended_between_steps(shared: tuple[int, mmap.mmap]) -
 def test_more_memory_than_there_is_is_refused_with_the_figures() -> None:
     with pytest.raises(ArenaUnavailable, match=r"arena of 1152921504606846976 bytes: only \d+ bytes"):
         allocate_shared(1 << 60)
+
+
+def test_memory_can_be_taken_from_a_node() -> None:
+    try:
+        fd, mapped = allocate_shared(4 * MIB, numa_node=0)
+    except ArenaUnavailable as refused:
+        pytest.skip(f"no memory can be bound here: {refused}")
+    with mapped:
+        placed = next(
+            line
+            for line in Path("/proc/self/numa_maps").read_text().splitlines()
+            if line.startswith(f"{address(mapped):x} ")
+        )
+        assert " bind:0 " in placed
+    os.close(fd)
+
+
+def test_a_node_that_is_not_there_is_refused_and_keeps_no_memory() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(InvalidArgument, match="numa_node=4095"):
+        allocate_shared(4 * MIB, numa_node=4095)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_file_shorter_than_its_mapping_is_refused(shared: tuple[int, mmap.mmap]) -> None:

@@ -74,6 +74,7 @@ WRONG = {
     "lease_seconds": ["0", "soon"],
     "drain_seconds": ["-1"],
     "readers": ["0"],
+    "numa_node": ["left", "-1"],
     "log_level": ["loud"],
     "listen": [
         "0.0.0.0:80",
