@@ -47,3 +47,15 @@ def damage(data: Path, block: bytes) -> None:
         at = len(block) // 2
         file.seek(payloads.read_bytes().find(block) + at)
         file.write(bytes([block[at] ^ 1]))
+
+
+def damage_first_blocks(data: Path) -> None:
+    """Flip bits all over what a daemon's payloads hold, so that the first block of each chain has one."""
+    (payloads,) = (data / "payloads").rglob("data.mdb")
+    used = len(payloads.read_bytes().rstrip(b"\0"))
+    with payloads.open("r+b") as file:
+        for at in range(used // 40, used, used // 40):
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
