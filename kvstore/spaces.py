@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from dataclasses import dataclass
 
 from kvstore.arena import Arena
@@ -79,9 +80,12 @@ class SpaceTable:
         """The open namespace of an indexed row (rows of closed ones are not indexed)."""
         return self._by_id[number]
 
-    def block_sizes(self) -> set[int]:
-        """Block bytes of the open namespaces."""
-        return {space.block_bytes for space in self._by_id.values()}
+    def by_size(self) -> dict[int, list[int]]:
+        """Block bytes of the open namespaces, and the ids of those that have such blocks."""
+        ids: defaultdict[int, list[int]] = defaultdict(list)
+        for number, space in self._by_id.items():
+            ids[space.block_bytes].append(number)
+        return ids
 
     def get(self, digest: bytes) -> Space:
         """The open namespace with this digest; ``NamespaceUnknown`` if there is none."""

@@ -292,7 +292,7 @@ class Writer:
                 if index.place[row] != NONE and self._space(row).block_bytes == size
             }
             try:
-                missing = await self.in_thread(self._disk.missing, size, rows)
+                missing = await self.in_thread(self._disk.missing, size, list(rows))
             except BaseException:
                 self._suspect.add(size)
                 raise
