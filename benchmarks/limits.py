@@ -36,7 +36,7 @@ class RawDisk:
     def __init__(self, path: Path, block_bytes: int, blocks: int) -> None:
         self._block_bytes = block_bytes
         self._step = -(-block_bytes // _PAGE) * _PAGE
-        # Memory like an arena's, a piece for each block, as loaded blocks need it: how scattered
+        # The memory of an arena, a piece for each block, as loaded blocks need it: how scattered
         # its pages lie in physical memory makes the disk up to twice as slow.
         self._memory = _shared_bytes(blocks * self._step)
         self._buffers = [self._memory[at : at + self._step] for at in range(0, len(self._memory), self._step)]
@@ -154,5 +154,4 @@ def _shared_bytes(nbytes: int) -> memoryview:
 
 
 def _shared(rows: int, columns: int) -> torch.Tensor:
-    made: torch.Tensor = torch.empty(rows, columns, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
-    return made
+    return torch.frombuffer(_shared_bytes(rows * columns), dtype=torch.uint8).view(rows, columns)

@@ -11,7 +11,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvstore.api import KVStore, Load, LoadedBlock, Match, Reservation, Status
+from kvstore.api import KVStore, Load, LoadedBlock, Match, Readers, Reservation, Status
 from kvstore.layout import BLOCK_TOKENS
 from kvstore.namespace import Namespace
 from kvstore.units import UnitMark
@@ -99,10 +99,16 @@ class MeteredStore:
         return self._store.match(namespace, hashes, tokens, align=align, store=store)
 
     def load(
-        self, namespace: bytes, hashes: Sequence[bytes], *, first: int = 0, timeout: float = 60.0
+        self,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        *,
+        first: int = 0,
+        timeout: float = 60.0,
+        readers: Readers | None = None,
     ) -> MeteredLoad:
         start = time.perf_counter()
-        load = self._store.load(namespace, hashes, first=first, timeout=timeout)
+        load = self._store.load(namespace, hashes, first=first, timeout=timeout, readers=readers)
         return MeteredLoad(self, load, time.perf_counter() - start)
 
     def reserve(

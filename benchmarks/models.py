@@ -1,4 +1,4 @@
-"""The model under test: the built-in tiny one, or a Hugging Face checkpoint."""
+"""The model under test: the built-in tiny one, random weights at a real geometry, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV2Config,
+    PreTrainedModel,
+)
 
 from benchmarks.documents import Tokenize, Tokens
 from benchmarks.options import BenchmarkError
 from kvstore.errors import InvalidArgument
 from kvstore.layout import LatentLayout
 from mla import ModelInfo, Unsupported, inspect_model
-from mla.tiny import tiny_model
+from mla.tiny import fill_weights, tiny_model
+
+V2_LITE = "deepseek-v2-lite"
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,8 @@ def load_subject(checkpoint: Path | None, device: str | None) -> Subject:
     target = _device(device)
     if checkpoint is None:
         return _tiny(target)
+    if str(checkpoint) == V2_LITE and not checkpoint.exists():
+        return random_subject(V2_LITE, v2_lite_config(), target)
     try:
         return _checkpoint(checkpoint, target)
     except (OSError, ValueError, Unsupported, KeyError) as error:
@@ -65,6 +75,46 @@ def _tiny(device: torch.device) -> Subject:
     model = tiny_model()
     nn.Module.to(model, device)
     return Subject("tiny", model, inspect_model(model), _bytes_as_tokens)
+
+
+def v2_lite_config() -> DeepseekV2Config:
+    """DeepSeek-V2-Lite: 27 layers, 16 heads, 64 experts; 15.7 billion weights, 31 GB in bf16."""
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    }
+    return DeepseekV2Config(
+        hidden_size=2048,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_hidden_layers=27,
+        first_k_dense_replace=1,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_experts_per_tok=6,
+        q_lora_rank=None,
+        max_position_embeddings=163840,
+        rope_parameters=yarn,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def random_subject(name: str, config: DeepseekV2Config, device: torch.device) -> Subject:
+    """A model in bf16 with random weights, made on the device; it reads bytes as tokens."""
+    with device:  # never whole on the host
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.bfloat16
+        )
+    fill_weights(model, seed=0)
+    nn.Module.eval(model)
+    return Subject(name, model, inspect_model(model), _bytes_as_tokens)
 
 
 def _bytes_as_tokens(text: bytes) -> Tokens:

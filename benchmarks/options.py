@@ -69,7 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--tokens", metavar="N,N", help=f"lengths of the document [{DEFAULT_TOKENS}]")
-    add("--model", type=Path, metavar="DIR", help="a Hugging Face checkpoint of an MLA model [built-in tiny]")
+    add(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="a Hugging Face checkpoint of an MLA model, or deepseek-v2-lite: random weights at its size"
+        " [built-in tiny]",
+    )
     add("--document", type=Path, metavar="FILE", help="text to read [Python's own reference texts]")
     add(
         "--data",

@@ -135,9 +135,9 @@ class Worker:
             answer = self.client.reserve(self.namespace, parent, part, lease=lease)
             lease = answer.lease
             filled = list(takewhile(_fills, answer.blocks))
-            for i, block in enumerate(filled, done):
-                assert block.data is not None
-                self._transfer.read(i % self.blocks, block.data)
+            places = [i % self.blocks for i in range(done, done + len(filled))]
+            datas = [block.data for block in filled if block.data is not None]
+            self._transfer.read(places, datas, self._transfer.mark())
             if filled:
                 marks = list(self._marks(hashes, done, done + len(filled)))
                 ticket = self.client.commit(lease, [block.hash for block in filled], marks)
@@ -177,7 +177,7 @@ class Worker:
         block = memoryview(bytearray(self.layout.block_bytes))
         found: list[int] = []
         for i in range(self.blocks):
-            self._transfer.read(i, block)
+            self._transfer.read([i], [block], self._transfer.mark())
             found.append(xxhash.xxh3_64_intdigest(block))
         return found
 

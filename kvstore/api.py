@@ -12,6 +12,7 @@ from enum import IntEnum, StrEnum
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
+from kvstore.errors import InvalidArgument
 from kvstore.layout import BLOCK_TOKENS
 from kvstore.namespace import Namespace
 from kvstore.units import PersistPoint, UnitMark
@@ -32,6 +33,8 @@ class MissReason(StrEnum):
     SHORTER_THAN_BLOCK = "shorter_than_block"  # such content is never cached
     NEVER_SEEN = "never_seen"  # the next block is not stored and was not seen lately
     NOT_STORED = "not_stored"  # seen lately, but not stored or no longer stored
+    EVICTED = "evicted"  # was stored, and left a full disk
+    LOST = "lost"  # was stored, and its bytes came back damaged or not at all
     DIVERGED = "diverged"  # the stored chain goes on with other tokens
     NO_UNIT = "no_unit"  # stored further, but no unit ends there
     PENDING = "pending"  # another worker is filling the next block
@@ -63,6 +66,32 @@ class LoadedBlock:
 
     index: int
     data: memoryview
+
+
+GROUP_BYTES = 16  # of a group's name
+MAX_READERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Loads of one document that are to read the disk once, such as those of tensor-parallel ranks.
+
+    ``group`` is a name of 16 bytes, made up at random for each document load and passed to
+    all of its ``count`` readers, each of which opens a Load of its own with it. They are kept
+    near each other: one that is far ahead waits, but only a moment for one that stands still
+    or does not come; that one reads again what it missed.
+
+    Raises ``InvalidArgument``.
+    """
+
+    group: bytes
+    count: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.group, bytes) or len(self.group) != GROUP_BYTES:
+            raise InvalidArgument(f"readers of group {self.group!r:.60}: name it by {GROUP_BYTES} bytes")
+        if not 1 <= self.count <= MAX_READERS:
+            raise InvalidArgument(f"{self.count!r} readers of one load: write a number in [1, {MAX_READERS}]")
 
 
 class Load(Protocol):
@@ -171,9 +200,19 @@ class KVStore(Protocol):
         """
 
     def load(
-        self, namespace: bytes, hashes: Sequence[bytes], *, first: int = 0, timeout: float = 60.0
+        self,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        *,
+        first: int = 0,
+        timeout: float = 60.0,
+        readers: Readers | None = None,
     ) -> Load:
-        """Read ``hashes[first:]``. ``timeout`` bounds the wait for each batch."""
+        """Read ``hashes[first:]``. ``timeout`` bounds the wait for each batch.
+
+        ``readers`` says that others load the same document now. Raises ``InvalidArgument``
+        when they gave another number of readers.
+        """
 
     def reserve(
         self, namespace: bytes, parent: bytes, hashes: Sequence[bytes], *, lease: int = 0

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from kvstore.payloads.direct import PAGE_BYTES, Run
 
 DEFAULT_EXTENT_BYTES = 64 << 20
 NO_OWNER = -1
+SECOND_CHANCES = 512  # given for one slot, so that a full arena of wanted blocks costs no more
 
 
 class SlotState(IntEnum):
@@ -64,6 +65,10 @@ class _Slot:
     state: SlotState = SlotState.FILLING
     holders: int = 1
     stamp: int = 0
+
+
+def _nobody(owner: int) -> bool:
+    return False
 
 
 class Arena:
@@ -114,32 +119,35 @@ class Arena:
         """Slots that this class would have with the whole arena."""
         return sum(extent.pages // self._classes[cls].pages for extent in self._extents)
 
-    def take(self, cls: int, owner: int, *, dirty: bool = False) -> Taken | None:
+    def take(
+        self, cls: int, owner: int, *, dirty: bool = False, wanted: Callable[[int], bool] = _nobody
+    ) -> Taken | None:
         """A slot for ``owner`` (0 or more), FILLING and held once; None when all is in use.
 
         Looks in this order: a FREE slot of the class; an extent without owner; the least
         recently used of the class's own CLEAN unheld slots and the other classes' extents
         in which nothing but such slots is used. ``dirty`` (HOST_ONLY mode) lets DIRTY
-        unheld slots go too, when nothing else is left.
+        unheld slots go too, when nothing else is left. Slots whose owner is ``wanted`` soon
+        get a second chance: they become recent instead.
         """
         if owner < 0:
             raise InvalidArgument(f"owner={owner} is negative; it must be a block's row")
-        evicted = self._make_room(cls, dirty=False)
+        evicted = self._make_room(cls, dirty=False, wanted=wanted)
         if evicted is None and dirty:
-            evicted = self._make_room(cls, dirty=True)
+            evicted = self._make_room(cls, dirty=True, wanted=wanted)
         if evicted is None:
             return None
         if not self._classes[cls].open:  # what was evicted left its extent without owner
             self._adopt(cls)
         return Taken(self._hand_out(cls, owner), evicted)
 
-    def _make_room(self, cls: int, *, dirty: bool) -> tuple[int, ...] | None:
+    def _make_room(self, cls: int, *, dirty: bool, wanted: Callable[[int], bool]) -> tuple[int, ...] | None:
         """Owners evicted so that the class has a FREE slot or can adopt; None if none can be."""
         mine = self._classes[cls]
         if mine.open or self._adopt(cls):
             return ()
         order = mine.dirty if dirty else mine.clean
-        victim = next(iter(order), None)
+        victim = self._oldest(order, wanted)
         before = order[victim].stamp if victim is not None else self._clock + 1
         extent = self._extents.reclaimable(cls, mine.pages, before, dirty=dirty)
         if extent is not None:
@@ -147,6 +155,15 @@ class Arena:
             cut = range(extent.start, extent.start + extent.cut * step, step)
             return tuple(self._free(slot) for slot in cut if slot in self._slots)
         return (self._free(victim),) if victim is not None else None
+
+    def _oldest(self, order: OrderedDict[int, _Slot], wanted: Callable[[int], bool]) -> int | None:
+        """The least recently used slot that is not wanted; the least recent if too many are."""
+        for _ in range(min(len(order), SECOND_CHANCES)):
+            slot = next(iter(order))
+            if not wanted(order[slot].owner):
+                break
+            self.touch(slot)
+        return next(iter(order), None)
 
     def _adopt(self, cls: int) -> bool:
         """Give an extent without owner to the class, if one is large enough."""

@@ -212,6 +212,7 @@ class Catalog:
             while True:
                 try:
                     self._file.whole()  # stretches a truncated file, so that nothing dies of SIGBUS
+                    self._require_name()
                     with self._env.begin(write=True) as txn:
                         action(txn)
                     return
@@ -219,6 +220,11 @@ class Catalog:
                     self._file.grow(2 * self._env.info()["map_size"])
         except (lmdb.Error, OSError, LmdbDamaged) as error:
             raise DiskError(f"catalogue of {self._path}: {error}; nothing was changed") from error
+
+    def _require_name(self) -> None:
+        # What is written to a file without a name is gone with this process: not durable, then.
+        if not (self._path / "data.mdb").exists():
+            raise LmdbDamaged("its file was removed; start again, with an empty store if it is not put back")
 
     def claim(self, name: str, value: str) -> str:
         """The value under ``name``, which is ``value`` if there was none. Raises ``DiskError``."""

@@ -11,8 +11,9 @@ import itertools
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvstore import uploads, wire
@@ -20,6 +21,7 @@ from kvstore.api import (
     Load,
     Match,
     MissReason,
+    Readers,
     Reservation,
     ReservedBlock,
     ReserveState,
@@ -59,6 +61,7 @@ class Client:
         self._remote = WorkerId(secrets.token_bytes(wire.TOKEN_BYTES), mapped=False)
         self._lock = threading.Lock()  # over what follows, never held across I/O
         self._block_bytes: dict[bytes, int] = {}  # by namespace digest
+        self._damaged = 0  # blocks whose bytes came with a wrong checksum
         # By ids of our own: a daemon's id does not say which run of it gave the lease.
         self._leases: dict[int, _Lease] = {}
         self._ids = itertools.count(1)
@@ -95,36 +98,47 @@ class Client:
         try:
             return wire.match_of(self._transport.call(self._transport.stub.Match, request))
         except Unavailable as error:
-            log.warning("event=match_unanswered reason=%s", error)
+            _log_unanswered("match", error)
             return Match(reason=MissReason.UNAVAILABLE)
 
     def load(
-        self, namespace: bytes, hashes: Sequence[bytes], *, first: int = 0, timeout: float = 60.0
+        self,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        *,
+        first: int = 0,
+        timeout: float = 60.0,
+        readers: Readers | None = None,
     ) -> Load:
         """See ``KVStore.load``."""
         block_bytes = self._block_bytes_of(namespace)
 
         def start(mapping: Mapping | None) -> Load:
-            request = wire.load_start(self._identity(mapping), namespace, hashes, first)
+            request = wire.load_start(self._identity(mapping), namespace, hashes, first, readers)
             return self._start_load(mapping, request, Wanted(first, len(hashes), block_bytes, timeout))
 
         try:
             return self._with_arena(start)
         except Unavailable as error:
-            log.warning("event=load_unanswered reason=%s", error)
+            _log_unanswered("load", error)
             return EndedLoad(first)
 
     def _start_load(self, mapping: Mapping | None, request: pb.LoadRequest, wanted: Wanted) -> Load:
-        call = LoadCall(request, self._transport.open_load)
+        call = LoadCall(request, self._transport.open_load, self._transport.breaker.trip)
+        timeout = min(wanted.timeout, self._transport.timeout)
         try:
-            lease = call.receive_lease(min(wanted.timeout, self._transport.timeout))
+            lease = call.receive_lease(timeout)
         except BaseException:
             call.cancel()
             raise
         if mapping is None:
-            return ByteLoad(call, wanted)
+            return ByteLoad(call, wanted, self._count_damaged)
         mapping.use()
         return MappedLoad(call, wanted, mapping, lambda: self._free(lease, mapping))
+
+    def _count_damaged(self) -> None:
+        with self._lock:
+            self._damaged += 1
 
     def reserve(
         self, namespace: bytes, parent: bytes, hashes: Sequence[bytes], *, lease: int = 0
@@ -210,8 +224,10 @@ class Client:
                 self._retire(mapping)
 
     def status(self) -> Status:
-        """See ``KVStore.status``."""
-        return wire.status_of(self._transport.call(self._transport.stub.Status, pb.StatusRequest()))
+        """See ``KVStore.status``. Its counters have ours too, as ``client_...``."""
+        status = wire.status_of(self._transport.call(self._transport.stub.Status, pb.StatusRequest()))
+        ours = self._transport.breaker.counters() | {"damaged_blocks": self._damaged}
+        return replace(status, counters=status.counters | {f"client_{name}": ours[name] for name in ours})
 
     def close(self) -> None:
         """Release everything and end the connection. A load that is open keeps its views until it ends."""
@@ -266,8 +282,10 @@ class Client:
                 self._mapping.retire()
                 self._mapping = None
             if self._mapping is None:
+                timeout = self._transport.timeout
                 try:
-                    self._mapping = open_mapping(path, self._transport.timeout)
+                    with self._transport.noting_silence(time.monotonic() + timeout):
+                        self._mapping = open_mapping(path, timeout)
                 except ArenaUnavailable as error:
                     log.info("event=arena_unavailable reason=%s", error)
                     return None
@@ -279,6 +297,12 @@ class Client:
             if self._mapping is mapping:
                 self._mapping = None
         mapping.retire()
+
+
+def _log_unanswered(verb: str, error: Unavailable) -> None:
+    # That the circuit opened was logged; a line for each call that it refuses would be a flood.
+    level = logging.DEBUG if isinstance(error, wire.NotAsked) else logging.WARNING
+    log.log(level, "event=%s_unanswered reason=%s", verb, error)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections import defaultdict
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from kvstore.codec import codec_by_id, codec_by_name
 from kvstore.errors import CorruptBlock, DiskError, FormatMismatch
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
+from kvstore.observer import Observer, Unobserved
 from kvstore.payloads import Keys, OpenPayloads, Payloads, Place
 from kvstore.payloads.direct import Run
 from kvstore.payloads.kinds import LEAD, OPEN
@@ -79,10 +81,29 @@ class Freed:
     place: int  # its key
 
 
-class DiskTier:
-    """Catalogue and payloads. Reads come from several threads, writes from one at a time."""
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A block ready to be written."""
 
-    def __init__(self, settings: StoreSettings, open_payloads: OpenPayloads | None = None) -> None:
+    run: Run  # the stored bytes
+    codec: int
+    checksum: int  # xxh3-64 of the raw block
+
+
+class DiskTier:
+    """Catalogue and payloads. Reads come from several threads.
+
+    ``encode`` may run anywhere; ``put`` and ``free`` in one thread at a time, and what else touches the
+    catalogue (``name``, ``forget``, ``add_namespace``) in one, perhaps another.
+    """
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        open_payloads: OpenPayloads | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self._observer = observer or Unobserved()
         self._payload_root = settings.data / "payloads"
         self._lock = lock_directory(settings.data)
         with contextlib.ExitStack() as undo:
@@ -97,8 +118,9 @@ class DiskTier:
         self._map_bytes = settings.payload_bytes
         self._open_payloads = open_payloads or OPEN[settings.payloads]
         self._payloads: dict[int, Payloads] = {}
-        # Places that were written and then not named, still to be freed: block bytes -> keys.
-        self._unnamed: defaultdict[int, list[int]] = defaultdict(list)
+        # Places that were written and will not be named, still to be freed: block bytes and keys.
+        # Any thread appends, the payloads' thread takes.
+        self._unnamed: deque[tuple[int, list[int]]] = deque()
 
     def _require_kind(self, settings: StoreSettings) -> None:
         found = self.catalog.claim("payloads", settings.payloads)
@@ -138,6 +160,7 @@ class DiskTier:
 
     def read(self, layout: LatentLayout, stored: Stored, out: Run) -> None:
         """Read a payload into ``out`` and verify it. Raises ``CorruptBlock`` or ``DiskError``."""
+        began = time.monotonic()
         try:
             self._read_once(layout, stored, out)
         except CorruptBlock:
@@ -145,6 +168,7 @@ class DiskTier:
                 raise
             # Perhaps only the page number is wrong: the slow way needs none.
             self._read_once(layout, replace(stored, place=Place(stored.place.key)), out)
+        self._observer.read(stored.length, time.monotonic() - began)
 
     def _read_once(self, layout: LatentLayout, stored: Stored, out: Run) -> None:
         codec = codec_by_id(stored.codec)
@@ -168,39 +192,71 @@ class DiskTier:
 
         All or nothing: raises ``DiskError``, and then no block is named.
         """
-        self._free_unnamed()
-        encoded = [self._encode(layout, block) for block in blocks]
-        checksums = [xxhash.xxh3_64_intdigest(block.data.payload) for block in blocks]
-        runs = [run for run, _ in encoded]
-        places = self._payloads[layout.block_bytes].write(runs) if runs else []
-        stored = [
-            Stored(place, run.length, codec, checksum)
-            for place, (run, codec), checksum in zip(places, encoded, checksums, strict=True)
+        stored = self.put(layout.block_bytes, self.encode(layout, blocks))
+        self.name(layout.block_bytes, blocks, stored, units)
+        return stored
+
+    def encode(self, layout: LatentLayout, blocks: Sequence[NewBlock]) -> list[Encoded]:
+        """The first step of a write, from any thread: codec and checksums."""
+        return [self._encode(layout, block) for block in blocks]
+
+    def _encode(self, layout: LatentLayout, block: NewBlock) -> Encoded:
+        checksum = xxhash.xxh3_64_intdigest(block.data.payload)
+        encoded = self._codec.encode(block.data.payload, layout.dtype.itemsize)
+        if codec_by_id(encoded.codec_id).in_place:  # the slot itself is written
+            return Encoded(block.data, encoded.codec_id, checksum)
+        return Encoded(Run.of(self.lead, encoded.data), encoded.codec_id, checksum)
+
+    def put(self, block_bytes: int, encoded: Sequence[Encoded]) -> list[Stored]:
+        """The second step: durable payloads of one block size; all or, with ``DiskError``, none.
+
+        ``name`` or ``forsake`` follows.
+        """
+        while self._unnamed:
+            self._payloads[self._unnamed[0][0]].free(self._unnamed[0][1])
+            self._unnamed.popleft()
+        if not encoded:
+            return []
+        began = time.monotonic()
+        places = self._payloads[block_bytes].write([item.run for item in encoded])
+        self._observer.wrote(sum(item.run.length for item in encoded), time.monotonic() - began)
+        return [
+            Stored(place, item.run.length, item.codec, item.checksum)
+            for place, item in zip(places, encoded, strict=True)
         ]
+
+    def name(
+        self,
+        block_bytes: int,
+        blocks: Sequence[NewBlock],
+        stored: Sequence[Stored],
+        units: Sequence[UnitRecord],
+    ) -> None:
+        """The last step: one catalogue transaction. Raises ``DiskError``; then the payloads are forsaken."""
         records = [block.record(at) for block, at in zip(blocks, stored, strict=True)]
         try:
             self.catalog.commit(blocks=records, units=units)
         except BaseException:
-            # Freed by the next write, for what has just failed would probably fail again.
-            self._unnamed[layout.block_bytes] += [place.key for place in places]
+            self.forsake(block_bytes, stored)
             raise
-        return stored
 
-    def _encode(self, layout: LatentLayout, block: NewBlock) -> tuple[Run, int]:
-        encoded = self._codec.encode(block.data.payload, layout.dtype.itemsize)
-        if codec_by_id(encoded.codec_id).in_place:  # the slot itself is written
-            return block.data, encoded.codec_id
-        return Run.of(self.lead, encoded.data), encoded.codec_id
-
-    def _free_unnamed(self) -> None:
-        for block_bytes, keys in list(self._unnamed.items()):
-            self._payloads[block_bytes].free(keys)
-            del self._unnamed[block_bytes]
+    def forsake(self, block_bytes: int, stored: Sequence[Stored]) -> None:
+        """Payloads that will not be named. Freed by the next ``put``: what failed now would fail again."""
+        if stored:
+            self._unnamed.append((block_bytes, [at.place.key for at in stored]))
 
     def drop(self, freed: Sequence[Freed]) -> None:
         """Forget blocks and their units, then free their places. Raises ``DiskError``; may be repeated."""
+        self.forget(freed)
+        self.free(freed)
+
+    def forget(self, freed: Sequence[Freed]) -> None:
+        """The first step of a drop: one catalogue transaction. Raises ``DiskError``."""
         hashes = [item.hash for item in freed]
         self.catalog.commit(drop_blocks=hashes, drop_units=hashes)
+
+    def free(self, freed: Sequence[Freed]) -> None:
+        """The second step: the places serve other payloads. Raises ``DiskError``."""
         for size in {item.block_bytes for item in freed}:
             self._payloads[size].free([item.place for item in freed if item.block_bytes == size])
 

@@ -15,7 +15,16 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from kvstore.api import LoadedBlock, Match, MissReason, Reservation, ReservedBlock, ReserveState, Status
+from kvstore.api import (
+    LoadedBlock,
+    Match,
+    MissReason,
+    Readers,
+    Reservation,
+    ReservedBlock,
+    ReserveState,
+    Status,
+)
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.layout import BLOCK_TOKENS
 from kvstore.loading import LoadStream
@@ -98,11 +107,17 @@ class Embedded:
             return Match(reason=MissReason.UNAVAILABLE)
 
     def load(
-        self, namespace: bytes, hashes: Sequence[bytes], *, first: int = 0, timeout: float = 60.0
+        self,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        *,
+        first: int = 0,
+        timeout: float = 60.0,
+        readers: Readers | None = None,
     ) -> EmbeddedLoad:
         """See ``KVStore.load``."""
         try:
-            stream = self._call(lambda: self._store.load(self._holder, namespace, hashes, first))
+            stream = self._call(lambda: self._store.load(self._holder, namespace, hashes, first, readers))
         except Unavailable as error:
             log.warning("event=load_unanswered reason=%s", error)
             return EmbeddedLoad(self, None, first, timeout)

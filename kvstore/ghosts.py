@@ -8,19 +8,34 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.observer import Departure
 
 GHOST_BYTES = 200  # RAM of one entry: a bytes object of 32, a dict entry and its links
 
 
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Why a block left the store, and when (unix seconds)."""
+
+    why: Departure
+    at: float
+
+
 class GhostList:
-    """An LRU set of block hashes, each with whether its chain went on behind it."""
+    """An LRU set of block hashes, each with whether its chain went on behind it.
+
+    Beside it, and at most half of the room, the blocks that were stored and have left.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity = capacity_bytes // GHOST_BYTES
         self._continued: OrderedDict[bytes, bool] = OrderedDict()
+        self._gone: OrderedDict[bytes, Gone] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._continued)
+        return len(self._continued) + len(self._gone)
 
     def __contains__(self, block: bytes) -> bool:
         return block in self._continued
@@ -33,12 +48,27 @@ class GhostList:
             block = hashes[index]
             seen[block] = index < len(hashes) - 1 or seen.get(block, False)
             seen.move_to_end(block)
-        while len(seen) > self._capacity:
-            seen.popitem(last=False)
+        self._trim()
+
+    def leave(self, block: bytes, gone: Gone) -> None:
+        """A stored block has left."""
+        self._gone[block] = gone
+        self._gone.move_to_end(block)
+        self._trim()
+
+    def _trim(self) -> None:
+        while len(self) > self._capacity:
+            leaving = self._gone if len(self._gone) > self._capacity // 2 else self._continued
+            leaving.popitem(last=False)
 
     def forget(self, block: bytes) -> None:
         """The block is stored now."""
         self._continued.pop(block, None)
+        self._gone.pop(block, None)
+
+    def gone(self, block: bytes) -> Gone | None:
+        """Why a block that was stored is not there, if that is remembered."""
+        return self._gone.get(block)
 
     def continued(self, block: bytes) -> bool:
         """Whether a chain was seen to go on behind this block."""

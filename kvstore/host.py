@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kvstore.arena import Arena
-from kvstore.disk import DiskTier, Stored
+from kvstore.disk import DiskTier, NewBlock, Stored
 from kvstore.errors import CorruptBlock, DiskError
+from kvstore.hashing import ROOT
 from kvstore.payloads import Place
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex
 from kvstore.spaces import SpaceTable
@@ -42,6 +43,7 @@ class HostTier:
         self._spaces = spaces
         self._counters = counters
         self._reads: dict[int, _Read] = {}
+        self._wanted: Counter[int] = Counter()  # row -> loads that have yet to come to it
         self._tasks: set[asyncio.Task[None]] = set()
         self._queues: defaultdict[int, deque[tuple[int, asyncio.Future[int]]]] = defaultdict(deque)
         self._room: list[asyncio.Future[None]] = []
@@ -66,7 +68,9 @@ class HostTier:
         return self._spaces.of(self._index.namespace[row]).slot_class
 
     def _take(self, row: int) -> int | None:
-        taken = self._arena.take(self._slot_class(row), row, dirty=self.dirty_evictable)
+        taken = self._arena.take(
+            self._slot_class(row), row, dirty=self.dirty_evictable, wanted=self._wanted.__contains__
+        )
         if taken is None:
             return None
         for owner in taken.evicted:
@@ -106,6 +110,20 @@ class HostTier:
         future = asyncio.get_running_loop().create_future()
         self._room.append(future)
         await future
+
+    def want(self, rows: Iterable[int]) -> None:
+        """A load will come to these blocks: as far as they lie in the arena, others leave it first.
+
+        So a load that follows another one, or comes back to a document, finds what is there.
+        """
+        self._wanted.update(rows)
+
+    def unwant(self, rows: Iterable[int]) -> None:
+        """Undo one ``want`` of each."""
+        for row in rows:
+            self._wanted[row] -= 1
+            if not self._wanted[row]:
+                del self._wanted[row]
 
     def hold(self, row: int) -> int | None:
         """The slot of a readable block in the arena, with a hold for the caller; None if it isn't there."""
@@ -209,6 +227,19 @@ class HostTier:
         for waiter in read.waiters:
             if not waiter.done():
                 _fail(waiter, error)
+
+    def new_block(self, row: int, slot: int) -> NewBlock:
+        """A block of the arena as the disk takes it."""
+        index = self._index
+        parent = index.parent[row]
+        return NewBlock(
+            hash=index.hashes[row],
+            parent=ROOT if parent == NONE else index.hashes[parent],
+            namespace=index.namespace[row],
+            depth=index.depth[row],
+            used=index.used[row],
+            data=self._arena.run(slot),
+        )
 
     def drop_filling(self, row: int) -> None:
         """A block that was being filled will not come: its slot is free once nobody holds it."""

@@ -123,7 +123,7 @@ class LatentLayout:
                 Strip(str(s["name"]), int(s["nbytes"])) for s in fields.get("strips", ())
             )
             return cls(**fields)
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError, RecursionError) as error:
             raise InvalidArgument(f"not a layout: {dict(raw)!r} ({error})") from error
 
     @classmethod

@@ -18,6 +18,7 @@ from kvstore.arena import Arena
 from kvstore.errors import InvalidArgument, LeaseUnknown
 from kvstore.host import HostTier
 from kvstore.leases import Lease, LeaseTable
+from kvstore.readers import Reader
 
 WINDOW = 16  # blocks read ahead of the announcements
 BATCH = 64  # blocks in one announcement
@@ -41,19 +42,25 @@ class LoadStream:
         host: HostTier,
         arena: Arena,
         quota_bytes: int,
+        reader: Reader | None,
         on_end: Callable[[Lease], None],
     ) -> None:
         self._lease = lease
         self._rows = rows  # mean these blocks only while the lease is live
+        self._first = first
         self._next = first  # the next block to be read
         self._leases = leases
         self._host = host
         self._arena = arena
         self._quota = quota_bytes
+        self._reader = reader
         self._on_end = on_end
+        self._wanted = deque(rows[first:])  # not yet held or asked for
+        host.want(self._wanted)
         self._ahead: deque[int | asyncio.Future[int]] = deque()  # slots of the blocks before _next
         self._slots: dict[int, int] = {}  # index -> slot, announced and not given back
         self._closed = False
+        self.read_blocks = 0  # announced blocks that came from the disk
         self.short: int | None = len(rows) if len(rows) < asked else None
 
     @property
@@ -65,6 +72,11 @@ class LoadStream:
     def block_bytes(self) -> int:
         """Bytes of each block."""
         return self._lease.block_bytes
+
+    @property
+    def delivered(self) -> int:
+        """How many blocks were announced so far."""
+        return self._unannounced - self._first
 
     @property
     def _live(self) -> bool:
@@ -95,11 +107,18 @@ class LoadStream:
             row = self._rows[self._next]
             slot = self._host.hold(row)
             self._ahead.append(self._host.request(row) if slot is None else slot)
+            self._host.unwant([self._wanted.popleft()])
             self._next += 1
+            if self._reader is not None:
+                self._reader.advance(self._next)
+        if self._reader is not None and self._next >= len(self._rows):
+            self._reader.leave()
 
     def _may_hold_more(self) -> bool:
         # Holding later blocks while the next one waits for a slot could leave all loads waiting.
         if not self._live or (self._ahead and self._host.starved):
+            return False
+        if self._reader is not None and self._reader.must_wait():
             return False
         # One block is always allowed, however small the arena is and whatever else the worker holds.
         if not self._ahead and not self._slots:
@@ -112,7 +131,10 @@ class LoadStream:
         while self._ahead and len(batch) < BATCH and _ready(self._ahead[0]):
             index = self._unannounced
             item = self._ahead.popleft()
-            slot = item.result() if isinstance(item, asyncio.Future) else item
+            if isinstance(item, asyncio.Future):
+                item = item.result()
+                self.read_blocks += 1
+            slot = item
             self._leases.keep_slot(self._lease, slot, held=True)
             self._slots[index] = slot
             batch.append((index, self._arena.offset(slot)))
@@ -155,6 +177,11 @@ class LoadStream:
         return xxhash.xxh3_64_intdigest(self.view(index))
 
     def _drop_window(self) -> None:
+        """Give up the blocks that were not announced: none more will be."""
+        if self._reader is not None:
+            self._reader.leave()
+        self._host.unwant(self._wanted)
+        self._wanted.clear()
         window, self._ahead = self._ahead, deque()
         self._next -= len(window)
         for item in window:

@@ -10,7 +10,8 @@ import socket
 import threading
 import weakref
 
-from kvstore.errors import ArenaUnavailable
+from kvstore.errors import ArenaUnavailable, DeadlineExceeded
+from kvstore.memory import fault_in, map_shared
 from kvstore.wire import HANDOVER_VERSION, TOKEN_BYTES, WorkerId
 
 ARENA_SUFFIX = ".arena"
@@ -32,12 +33,17 @@ class Mapping:
         self._mmap = memory
         self._memory = memoryview(memory)
         self._lock = threading.Lock()
-        self._users = 0
+        self._users = 1  # whoever faults the memory in
         self._retired = False
         _mappings.add(self)
-        threading.Thread(target=self._watch, name="latentkv-watch", daemon=True).start()
+        threading.Thread(target=self._attend, name="latentkv-arena", daemon=True).start()
 
-    def _watch(self) -> None:
+    def _attend(self) -> None:
+        """Make the memory fast to write, then wait for the daemon's end."""
+        for _ in fault_in(self._mmap):
+            if self._retired:
+                break
+        self.done()
         # A dead daemon's arena is let go at once: the next one may need its memory.
         with contextlib.suppress(OSError):
             self._connection.recv(1)  # nothing is ever sent, so this is the end of file
@@ -107,7 +113,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def open_mapping(socket_path: str, timeout: float) -> Mapping:
     """Get the arena of the daemon that listens on ``socket_path``.
 
-    Raises ``ArenaUnavailable``; then blocks must travel as bytes.
+    Raises ``ArenaUnavailable``; then blocks must travel as bytes. Raises ``DeadlineExceeded``
+    when the daemon is there and says nothing.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -115,6 +122,9 @@ def open_mapping(socket_path: str, timeout: float) -> Mapping:
         connection.connect(socket_path + ARENA_SUFFIX)
         token, memory = _receive(connection)
         connection.settimeout(None)
+    except TimeoutError:
+        connection.close()
+        raise DeadlineExceeded(f"{socket_path}{ARENA_SUFFIX} gave no arena within {timeout:g} s") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         connection.close()
         raise ArenaUnavailable(f"no arena from {socket_path}{ARENA_SUFFIX}: {error}") from None
@@ -131,7 +141,7 @@ def _receive(connection: socket.socket) -> tuple[bytes, mmap.mmap]:
         if hello["version"] != HANDOVER_VERSION or len(token) != TOKEN_BYTES:
             raise ValueError(f"the daemon speaks handover version {hello['version']}, not {HANDOVER_VERSION}")
         # Its own size check makes sure that no access goes past the file's end (SIGBUS).
-        return token, mmap.mmap(descriptors[0], hello["arena_bytes"])
+        return token, map_shared(descriptors[0], hello["arena_bytes"])
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

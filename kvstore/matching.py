@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvstore.api import Match, MissReason
 from kvstore.ghosts import GhostList
+from kvstore.observer import Departure
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex, Walk
 from kvstore.settings import Policy
 from kvstore.units import plan_input
@@ -101,6 +102,9 @@ class Matcher:
             return MissReason.NO_UNIT
         if walk.next_row != NONE and self._index.state[walk.next_row] == BlockState.FILLING:
             return MissReason.PENDING
+        gone = self._ghosts.gone(prompt.hashes[stored])
+        if gone is not None:
+            return MissReason.EVICTED if gone.why is Departure.CAPACITY else MissReason.LOST
         if walk.next_row != NONE or prompt.hashes[stored] in self._ghosts:
             return MissReason.NOT_STORED
         if stored and self._index.children[walk.rows[-1]]:

@@ -62,7 +62,7 @@ class Namespace:
             if not isinstance(raw, Mapping):
                 raise TypeError("no JSON object")
             return cls(**{**raw, "layout": LatentLayout.from_dict(raw["layout"])})
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError, RecursionError) as error:
             raise InvalidArgument(f"not a namespace: {text[:200]!r} ({error})") from error
 
     def digest(self, secret: bytes) -> bytes:

@@ -38,7 +38,14 @@ class LoadCall:
     gRPC has a deadline for whole streams only, so a thread reads the responses.
     """
 
-    def __init__(self, start: pb.LoadRequest, open_call: Callable[[Iterator[pb.LoadRequest]], Any]) -> None:
+    def __init__(
+        self,
+        start: pb.LoadRequest,
+        open_call: Callable[[Iterator[pb.LoadRequest]], Any],
+        on_silence: Callable[[], None],
+    ) -> None:
+        """``on_silence`` is called when a wait ran into its deadline."""
+        self._on_silence = on_silence
         self._requests: queue.SimpleQueue[pb.LoadRequest | None] = queue.SimpleQueue()
         self._responses: queue.Queue[pb.LoadResponse | KVStoreError | None] = queue.Queue(_QUEUED)
         self._ended = False  # the reader has put its last item and it was taken
@@ -57,12 +64,16 @@ class LoadCall:
 
     def receive(self, timeout: float) -> pb.LoadResponse | None:
         """The next response, None at the end. Raises what ended the stream, ``DeadlineExceeded``."""
+        try:
+            return self._take(max(timeout, 0.0))
+        except queue.Empty:
+            self._on_silence()
+            raise DeadlineExceeded(f"no block came within {timeout:.1f} s; go on without it") from None
+
+    def _take(self, timeout: float) -> pb.LoadResponse | None:
         if self._ended:
             return None
-        try:
-            item = self._responses.get(timeout=max(timeout, 0.0))
-        except queue.Empty:
-            raise DeadlineExceeded(f"no block came within {timeout:.1f} s; go on without it") from None
+        item = self._responses.get(timeout=timeout)
         if item is None or isinstance(item, KVStoreError):
             self._ended = True
         if isinstance(item, KVStoreError):
@@ -92,8 +103,8 @@ class LoadCall:
         self._call.cancel()
         self._requests.put(None)
         for _ in range(_QUEUED + 2):  # what the reader may still want to put
-            with contextlib.suppress(KVStoreError):
-                self.receive(1.0)
+            with contextlib.suppress(KVStoreError, queue.Empty):
+                self._take(1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +225,14 @@ class MappedLoad(RemoteLoad):
 
 
 class ByteLoad(RemoteLoad):
-    """Blocks as received bytes, each checked against its checksum."""
+    """Blocks as received bytes, each checked against its checksum.
+
+    One stream: the daemon's loop alone fills a core with it, so more streams only cost more.
+    """
+
+    def __init__(self, call: LoadCall, wanted: Wanted, on_damaged: Callable[[], None]) -> None:
+        super().__init__(call, wanted)
+        self._on_damaged = on_damaged
 
     def _receive(self) -> list[LoadedBlock]:
         deadline = time.monotonic() + self._timeout
@@ -233,6 +251,7 @@ class ByteLoad(RemoteLoad):
             if chunk.last:
                 break
         if done != len(buffer) or xxhash.xxh3_64_intdigest(buffer) != chunk.checksum:
+            self._on_damaged()
             raise CorruptBlock(f"block {self._next} was damaged on its way")
         return [LoadedBlock(self._next, memoryview(buffer).toreadonly())]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.arena import Arena
@@ -13,6 +14,9 @@ from kvstore.layout import LatentLayout
 from kvstore.namespace import DIGEST_BYTES, Namespace
 from kvstore.payloads.direct import PAGE_BYTES
 
+MAX_NAMESPACES = 65536
+MAX_BLOCK_SIZES = 64  # each has files, maps and slots of its own
+
 log = logging.getLogger(__name__)
 
 
@@ -21,6 +25,7 @@ class Space:
     """An open namespace: its id, the key of its hash chains, and where its blocks go."""
 
     id: int
+    namespace: Namespace
     digest: bytes
     layout: LatentLayout
     slot_class: int
@@ -41,10 +46,13 @@ class SpaceTable:
     def __len__(self) -> int:
         return len(self._by_digest)
 
+    def __iter__(self) -> Iterator[Space]:
+        return iter(list(self._by_id.values()))
+
     def admit(self, number: int, namespace: Namespace, digest: bytes) -> Space:
         """Open a catalogued namespace. Raises ``CapacityTooSmall``."""
         layout = namespace.layout
-        space = Space(number, digest, layout, self.fit(layout), layout.block_bytes)
+        space = Space(number, namespace, digest, layout, self.fit(layout), layout.block_bytes)
         self._by_digest[digest] = self._by_id[number] = self._by_namespace[namespace] = space
         return space
 
@@ -59,7 +67,15 @@ class SpaceTable:
                 log.warning("event=namespace_closed id=%d reason=%s", number, error)
 
     def fit(self, layout: LatentLayout) -> int:
-        """The slot class of a layout. Raises ``CapacityTooSmall`` if a tier can't hold one block."""
+        """The slot class of a layout. Raises ``CapacityTooSmall`` if a tier can't hold one block, or one
+        more namespace or size of blocks is too many.
+        """
+        sizes = self.by_size().keys()
+        if len(self) >= MAX_NAMESPACES or len(sizes | {layout.block_bytes}) > MAX_BLOCK_SIZES:
+            raise CapacityTooSmall(
+                f"{len(self)} namespaces with {len(sizes)} sizes of blocks are open, and no more can be;"
+                " use fewer, or start with an empty directory"
+            )
         limit = self._disk.limit_bytes(layout.block_bytes)
         if layout.block_bytes + PAGE_BYTES > limit:  # a payload takes whole pages and a header
             raise CapacityTooSmall(
@@ -71,10 +87,6 @@ class SpaceTable:
     def find(self, namespace: Namespace) -> Space | None:
         """The open space of this very namespace."""
         return self._by_namespace.get(namespace)
-
-    def by_id(self, number: int) -> Space | None:
-        """The open namespace with this id, if there is one."""
-        return self._by_id.get(number)
 
     def of(self, number: int) -> Space:
         """The open namespace of an indexed row (rows of closed ones are not indexed)."""

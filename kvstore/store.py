@@ -13,24 +13,27 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from kvstore.api import Match, MissReason, Status, TierStatus
+from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena, SlotState
 from kvstore.audit import audit
 from kvstore.disk import DiskTier
 from kvstore.errors import InvalidArgument, Unavailable
-from kvstore.ghosts import GhostList
+from kvstore.ghosts import GhostList, Gone
 from kvstore.hashing import HASH_BYTES
 from kvstore.host import HostTier
 from kvstore.leases import Holder, Lease, LeaseTable
 from kvstore.loading import LoadStream
 from kvstore.matching import Matcher, Prompt
 from kvstore.namespace import Namespace
+from kvstore.observer import Departure, Observer, Unobserved
 from kvstore.payloads import OpenPayloads
 from kvstore.prefix_index import PrefixIndex
+from kvstore.readers import ReaderGroups
 from kvstore.reserving import Reserved, Reserver
 from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
-from kvstore.spaces import SpaceTable
+from kvstore.spaces import Space, SpaceTable
+from kvstore.survey import Survey, survey
 from kvstore.units import UnitKind, UnitMark, check_interval
 from kvstore.writeback import Writer
 
@@ -42,11 +45,12 @@ __all__ = ["Reserved", "Store"]
 class Store:
     """A store in the process that owns its data directory. Use it from its event loop only."""
 
-    def __init__(self, settings: StoreSettings, disk: DiskTier, arena: Arena) -> None:
+    def __init__(self, settings: StoreSettings, disk: DiskTier, arena: Arena, observer: Observer) -> None:
         self.settings = settings
         self.arena = arena
         self.counters: Counter[str] = Counter()
         self._disk = disk
+        self._observer = observer
         self._index = PrefixIndex()
         self._ghosts = GhostList(settings.ghost_bytes)
         self._spaces = SpaceTable(disk, arena)
@@ -56,6 +60,7 @@ class Store:
         self._writer = Writer(
             self._index, arena, self._host, disk, self._spaces, self.counters, policy=settings.policy
         )
+        self._writer.on_left = self._note_departure
         self._host.on_lost = self._writer.settle_lost
         self._host.on_corrupt = self._writer.corrupt
         self._reserver = Reserver(
@@ -68,24 +73,31 @@ class Store:
             self.counters,
             quota_bytes=self._quota_bytes,
         )
+        # Readers hold half of the arena; half of the rest is what they may be apart.
+        self._readers = ReaderGroups(self._quota_bytes // 2, self._host.notify_room, self.counters)
         self._clock: asyncio.Task[None] | None = None
         self._closing = False
 
     @classmethod
-    async def open(cls, settings: StoreSettings, open_payloads: OpenPayloads | None = None) -> Store:
-        """Open or create the store of a data directory.
+    async def open(
+        cls,
+        settings: StoreSettings,
+        open_payloads: OpenPayloads | None = None,
+        observer: Observer | None = None,
+    ) -> Store:
+        """Open or create the store of a data directory; ``observer`` hears of what happens in it.
 
         Raises ``DataDirInUse``, ``DataDirReadOnly``, ``FormatMismatch`` and other kinds of
         ``DataDirError``, ``ArenaUnavailable``, and ``DiskError`` if the disk fails already.
         """
-        disk = await asyncio.to_thread(DiskTier, settings, open_payloads)
+        disk = await asyncio.to_thread(DiskTier, settings, open_payloads, observer)
         try:
             arena = await asyncio.to_thread(Arena, settings.host_bytes, lead=disk.lead)
         except BaseException:
             disk.close()
             raise
         try:
-            store = cls(settings, disk, arena)
+            store = cls(settings, disk, arena, observer or Unobserved())
             await asyncio.to_thread(store._restore)
         except BaseException:
             arena.close()
@@ -125,12 +137,16 @@ class Store:
             return known.digest
         check_interval(self.settings.interval, namespace.layout.block_tokens)
         self._spaces.fit(namespace.layout)
-        number, digest = await self._writer.in_thread(self._disk.add_namespace, namespace)
+        number, digest = await self._writer.add_namespace(namespace)
         return self._spaces.admit(number, namespace, digest).digest
 
     def block_bytes(self, namespace: bytes) -> int:
         """Bytes of a block of an open namespace. Raises ``NamespaceUnknown``."""
         return self._spaces.get(namespace).block_bytes
+
+    def space(self, namespace: bytes) -> Space:
+        """The open namespace with this digest. Raises ``NamespaceUnknown``."""
+        return self._spaces.get(namespace)
 
     def match(
         self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool
@@ -159,7 +175,14 @@ class Store:
             self.counters[f"miss_{match.reason}"] += 1
         return match
 
-    def load(self, holder: Holder, namespace: bytes, hashes: Sequence[bytes], first: int) -> LoadStream:
+    def load(
+        self,
+        holder: Holder,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        first: int,
+        readers: Readers | None = None,
+    ) -> LoadStream:
         """Open a lease over ``hashes[first:]`` and start to read them, in order."""
         self._accepting()
         space = self._spaces.get(namespace)
@@ -167,6 +190,7 @@ class Store:
         if not 0 <= first <= len(hashes):
             raise InvalidArgument(f"first={first} is outside [0, {len(hashes)}]")
         rows = self._index.walk(space.id, hashes).rows
+        reader = self._readers.join(space.id, readers, first, space.block_bytes) if readers else None
         now = time.time()
         self._index.touch(rows, now)
         lease = self._leases.open(holder, space.id, space.block_bytes, time.monotonic())
@@ -183,6 +207,7 @@ class Store:
             host=self._host,
             arena=self.arena,
             quota_bytes=self._quota_bytes,
+            reader=reader,
             on_end=self._end,
         )
 
@@ -217,6 +242,7 @@ class Store:
 
     async def durable(self, ticket: int) -> bool:
         """Whether a commit is on disk, once that is known. Raises ``TicketUnknown``."""
+        self._writer.hurry()
         return await self._writer.tickets.wait(ticket)
 
     def release(self, holder: Holder, lease: int) -> None:
@@ -225,6 +251,13 @@ class Store:
         if held is not None:
             self._end(held)
             self._host.notify_room()
+
+    def _note_departure(self, row: int, why: Departure) -> None:
+        now, unit = time.time(), self._index.units.get(row)
+        self._ghosts.leave(self._index.hashes[row], Gone(why, now))
+        self._observer.block_left(why, now - self._index.used[row])
+        if unit is not None:
+            self._observer.unit_left(why, now - unit.created, unit.hits)
 
     # --- ends
 
@@ -278,6 +311,10 @@ class Store:
             namespaces=len(self._spaces),
             counters=dict(self.counters),
         )
+
+    def survey(self, top: int) -> Survey:
+        """Namespaces, and the ``top`` units by weight and by what they saved."""
+        return survey(self._index, self._spaces, top)
 
     def check(self) -> list[str]:
         """Violated invariants over all tables; empty when sound. For tests."""

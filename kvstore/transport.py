@@ -12,12 +12,14 @@ from typing import Any
 import grpc
 
 from kvstore import wire
-from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
+from kvstore.breaker import CircuitBreaker
+from kvstore.errors import DeadlineExceeded, InvalidArgument, KVStoreError, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1 import kvstore_pb2_grpc
 
 _UNIX = "unix://"
 _PROBE_SECONDS = 0.1
+_SIGN_SECONDS = 0.5  # for a sign of life; a daemon on the same host needs a millisecond
 _OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
@@ -39,6 +41,9 @@ def error_of(failure: grpc.RpcError) -> KVStoreError:
 class Transport:
     """A channel to ``unix:///path`` or ``host:port``. Thread-safe; connects when first used.
 
+    A call that runs into its deadline opens the circuit ``breaker``, and calls are refused until
+    the daemon answers again. A daemon that is gone needs none: nobody listens, which is known at once.
+
     Not to be used after a fork: the channel's threads stay with the parent.
     """
 
@@ -50,24 +55,51 @@ class Transport:
         target = f"unix:{self.socket_path}" if self.socket_path else f"{self._host}:{self._port}"
         self._channel = grpc.insecure_channel(target, options=_OPTIONS)
         self.stub: Any = kvstore_pb2_grpc.KVStoreStub(self._channel)
+        self.breaker = CircuitBreaker(self._lives)
+
+    def _lives(self) -> bool:
+        try:
+            self.stub.Status(pb.StatusRequest(), timeout=_SIGN_SECONDS, wait_for_ready=True)
+        except (grpc.RpcError, ValueError):  # ValueError: the channel was closed meanwhile
+            return False
+        return True
 
     def require_usable(self) -> None:
-        """Raises ``Unavailable`` after ``close`` and in a forked child."""
+        """Raises ``Unavailable`` after ``close``, in a forked child, and while the circuit is open."""
         if os.getpid() != self._process:
             raise Unavailable("this client belongs to the parent process; connect again after a fork")
         if self._closed:
             raise Unavailable("this client is closed; connect again")
+        if self.breaker.refuses():
+            raise wire.NotAsked("the daemon did not answer in time, and is asked no more until it does")
 
     def call(self, verb: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
-        """One call, again once if the connection was lost and the daemon is back. Raises ours."""
+        """One call, again once if the connection was lost and the daemon is back. Raises ours.
+
+        One with a timeout of its own may wait for more than the daemon, so its end says nothing of that.
+        """
         self.require_usable()
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        with self.noting_silence(deadline) if timeout is None else contextlib.nullcontext():
+            try:
+                return self._attempt(verb, request, deadline, wait=False)
+            except wire.Unreachable:
+                # The channel may be in its backoff though the daemon is there again.
+                self._await_ready(deadline)
+            return self._attempt(verb, request, deadline, wait=True)
+
+    @contextlib.contextmanager
+    def noting_silence(self, deadline: float) -> Iterator[None]:
+        """Open the circuit if what is done within took until its deadline (monotonic seconds)."""
         try:
-            return self._attempt(verb, request, deadline, wait=False)
+            yield
+        except DeadlineExceeded:
+            self.breaker.trip()
+            raise
         except wire.Unreachable:
-            # The channel may be in its backoff though the daemon is there again.
-            self._await_ready(deadline)
-        return self._attempt(verb, request, deadline, wait=True)
+            if time.monotonic() >= deadline:  # a host that is gone: not even a refusal comes
+                self.breaker.trip()
+            raise
 
     def _await_ready(self, deadline: float) -> None:
         """Wait for the channel as long as somebody listens. Raises ``Unreachable`` once nobody does.
@@ -90,12 +122,16 @@ class Transport:
     def upload(self, pieces: Iterator[pb.UploadRequest]) -> None:
         """One Upload call; not tried again, since an iterator can be sent once only."""
         self.require_usable()
-        self._attempt(self.stub.Upload, pieces, time.monotonic() + self.timeout, wait=False)
+        deadline = time.monotonic() + self.timeout
+        with self.noting_silence(deadline):
+            self._attempt(self.stub.Upload, pieces, deadline, wait=False)
 
     def open_load(self, requests: Iterator[pb.LoadRequest]) -> Any:
         """Start a Load stream. Raises ``Unreachable`` at once if nobody listens."""
         self.require_usable()
-        self._probe(time.monotonic() + self.timeout)
+        deadline = time.monotonic() + self.timeout
+        with self.noting_silence(deadline):
+            self._probe(deadline)
         return self.stub.Load(requests, wait_for_ready=True)
 
     def _probe(self, deadline: float) -> None:
@@ -116,6 +152,7 @@ class Transport:
     def close(self) -> None:
         """End the channel, and every call on it."""
         self._closed = True
+        self.breaker.close()
         if os.getpid() == self._process:
             self._channel.close()
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import grpc
 
 from kvstore import errors
-from kvstore.api import Match, MissReason, Status, TierStatus
+from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.errors import DeadlineExceeded, InvalidArgument, KVStoreError, Unavailable
 from kvstore.hashing import HASH_BYTES, split_hashes
+from kvstore.layout import BLOCK_TOKENS
 from kvstore.namespace import DIGEST_BYTES, Namespace
 from kvstore.units import PersistPoint, UnitKind, UnitMark
 from kvstore.v1 import kvstore_pb2 as pb
@@ -24,7 +25,9 @@ SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"].full_name
 HANDOVER_VERSION = 1
 TOKEN_BYTES = 16
 MAX_HASHES = 1 << 17  # in one call: a prompt of eight million tokens
-MAX_MESSAGE_BYTES = 16 << 20
+MAX_TOKENS = MAX_HASHES * BLOCK_TOKENS
+MAX_NAMESPACE_CHARS = 1 << 19  # of JSON: all texts at their longest, each character escaped
+MAX_MESSAGE_BYTES = 8 << 20  # the hashes of one call, and as much again
 CHUNK_BYTES = 1 << 20
 ERROR_KEY = "latentkv-error"
 
@@ -42,6 +45,10 @@ class DaemonFailed(Unavailable):
 
 class Unreachable(Unavailable):
     """Nothing answered: the transport failed. Raised on this side, never sent."""
+
+
+class NotAsked(Unavailable):
+    """The daemon did not answer lately, so it was not asked. Raised on this side, never sent."""
 
 
 _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
@@ -146,7 +153,18 @@ def unsigned(name: str, value: int, bits: int = 64) -> int:
 
 def namespace_of(request: pb.OpenNamespaceRequest) -> Namespace:
     """The namespace to be opened. Raises ``InvalidArgument``."""
+    if len(request.namespace_json) > MAX_NAMESPACE_CHARS:
+        raise InvalidArgument(
+            f"a namespace of {len(request.namespace_json)} characters; send at most {MAX_NAMESPACE_CHARS}"
+        )
     return Namespace.from_json(request.namespace_json)
+
+
+def tokens_of(request: pb.MatchRequest) -> int:
+    """The prompt's length. Raises ``InvalidArgument``: persist points are planned for each interval of it."""
+    if request.tokens > MAX_TOKENS:
+        raise InvalidArgument(f"tokens={request.tokens} is more than {MAX_TOKENS}; match a shorter prompt")
+    return request.tokens
 
 
 def match_request(
@@ -196,7 +214,9 @@ def match_of(response: pb.MatchResponse) -> Match:
     )
 
 
-def load_start(identity: WorkerId, namespace: bytes, hashes: Sequence[bytes], first: int) -> pb.LoadRequest:
+def load_start(
+    identity: WorkerId, namespace: bytes, hashes: Sequence[bytes], first: int, readers: Readers | None
+) -> pb.LoadRequest:
     """The first message of a Load. Raises ``InvalidArgument``."""
     return pb.LoadRequest(
         start=pb.LoadStart(
@@ -204,8 +224,14 @@ def load_start(identity: WorkerId, namespace: bytes, hashes: Sequence[bytes], fi
             hashes=join_hashes(hashes),
             first=unsigned("first", first, 32),
             worker=worker(identity),
+            readers=None if readers is None else pb.Readers(group=readers.group, count=readers.count),
         )
     )
+
+
+def readers_of(start: pb.LoadStart) -> Readers | None:
+    """Whom a Load shares the disk with. Raises ``InvalidArgument``."""
+    return Readers(start.readers.group, start.readers.count) if start.HasField("readers") else None
 
 
 def load_returned(indices: Iterable[int]) -> pb.LoadRequest:
@@ -213,13 +239,25 @@ def load_returned(indices: Iterable[int]) -> pb.LoadRequest:
     return pb.LoadRequest(returned=pb.Returned(blocks=indices))
 
 
+def indices_of(message: pb.Returned) -> list[int]:
+    """Inverse of ``load_returned``. Raises ``InvalidArgument``."""
+    if len(message.blocks) > MAX_HASHES:
+        raise InvalidArgument(f"{len(message.blocks)} blocks returned at once; send at most {MAX_HASHES}")
+    return list(message.blocks)
+
+
 def marks(units: Sequence[UnitMark]) -> list[pb.UnitMark]:
     """Unit marks as they travel. Raises ``InvalidArgument``."""
-    return [pb.UnitMark(hash=digest(unit.hash), kinds=int(unit.kinds)) for unit in units]
+    return [
+        pb.UnitMark(hash=digest(unit.hash), kinds=unsigned("unit kinds", int(unit.kinds), 32))
+        for unit in units
+    ]
 
 
 def marks_of(messages: Sequence[pb.UnitMark]) -> list[UnitMark]:
-    """Inverse of ``marks``. Raises ``InvalidArgument`` for kinds that don't exist."""
+    """Inverse of ``marks``. Raises ``InvalidArgument`` for kinds that don't exist, or too many units."""
+    if len(messages) > MAX_HASHES:
+        raise InvalidArgument(f"{len(messages)} units in one call; send at most {MAX_HASHES}")
     for message in messages:
         if not message.kinds or message.kinds & ~int(_ALL_KINDS):
             raise InvalidArgument(

@@ -1,8 +1,8 @@
 """Write-behind: sealed blocks and unit marks go to disk in groups, behind the acknowledgement.
 
-One task on the store's loop; the writing itself happens in one thread. While the disk
-fails or has no room the store is HOST_ONLY: blocks may leave the arena unwritten, and
-the writer tries again until the disk is back.
+What goes is decided on the store's loop; the pipeline's threads take it to the disk. While the
+disk fails or has no room the store is HOST_ONLY: blocks may leave the arena unwritten, and the
+writer tries again until the disk is back.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, TypeVarTuple
+from collections.abc import Callable, Collection
 
 from kvstore.arena import Arena, SlotState
-from kvstore.catalog import UnitRecord
-from kvstore.disk import DiskTier, Freed, NewBlock, Stored
+from kvstore.disk import DiskTier, Freed, Stored
 from kvstore.errors import DiskError
 from kvstore.eviction import TailEvictor
-from kvstore.hashing import ROOT
 from kvstore.host import HostTier
+from kvstore.lull import Lull
+from kvstore.marks import UnitMarks, mark_of
+from kvstore.namespace import Namespace
+from kvstore.observer import Departure
+from kvstore.pipeline import Batch, Pipeline
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex
 from kvstore.settings import Policy
 from kvstore.spaces import Space, SpaceTable
@@ -29,15 +30,7 @@ from kvstore.tickets import TicketDesk
 
 log = logging.getLogger(__name__)
 
-Args = TypeVarTuple("Args")
-Result = TypeVar("Result")
-
 RETRY_SECONDS = (0.5, 1.0, 2.0, 5.0)
-
-
-def mark_of(row: int) -> int:
-    """The key under which a ticket waits for a row's unit mark, beside the row for its block."""
-    return ~row
 
 
 class Writer:
@@ -61,23 +54,27 @@ class Writer:
         self._spaces = spaces
         self._counters = counters
         self._evictor = TailEvictor(index, policy)
-        self._dirty: deque[int] = deque()
-        self._marks: set[int] = set()  # rows on disk whose unit record is not
-        self._uses: set[int] = set()  # rows whose unit record lacks a use; goes along with the next batch
-        self._marking: set[int] = set()  # rows whose unit record is being written; each held
+        self._pipeline = Pipeline(disk, self._wake)
+        self._lull = Lull(arena.nbytes // 2, self._wake)
+        # A dirty block's row is in one of three places, held: queued, under way, or returned.
+        self._dirty: deque[int] = deque()  # parents before children
+        # Those of batches that failed are queued again, in order, once none is under way.
+        self._returned: list[int] = []
+        self._marks = UnitMarks(index, spaces)
         self._freed: list[Freed] = []  # gone from the index, not yet from the disk
         self._suspect: set[int] = set()  # block sizes of which a payload was found damaged
-        self._writing: dict[int, int] = {}  # row -> slot of the batch at work, both held
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._closing = asyncio.Event()  # no more work comes
         self._stop = asyncio.Event()  # end, done or not
+        self._error: Exception | None = None  # of a batch; nothing new begins until it is dealt with
         self._failures = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="latentkv-write")
+        self._carriers: set[asyncio.Task[None]] = set()  # one for each batch under way
         self._task: asyncio.Task[None] | None = None
         self.tickets = TicketDesk()
         self.used_bytes = 0
+        self.on_left: Callable[[int, Departure], None] = lambda row, why: None  # a block leaves the disk
 
     @property
     def failing(self) -> bool:
@@ -87,7 +84,7 @@ class Writer:
     @property
     def dirty_blocks(self) -> int:
         """Blocks that are readable and not on disk yet."""
-        return len(self._dirty) + len(self._writing)
+        return len(self._dirty) + self._pipeline.rows + len(self._returned)
 
     def start(self) -> None:
         """Begin to write. What is too much goes first: the disk may have been given fewer bytes."""
@@ -99,35 +96,40 @@ class Writer:
         # The hold keeps the row from being given to another block while it is queued.
         self._index.hold(row)
         self._dirty.append(row)
+        self._lull.note()
         self._wake()
+
+    def hurry(self) -> None:
+        """Somebody waits for what is dirty to be on disk."""
+        self._lull.hurry()
 
     def unit(self, row: int) -> None:
         """A unit was marked. A block that is still to be written takes its mark along."""
-        if self._index.place[row] != NONE or row in self._writing:
-            self._marks.add(row)
+        if self._index.place[row] != NONE or self._pipeline.carries(row):
+            self._marks.make(row)
             self._wake()
 
     def awaited(self, row: int) -> list[int]:
         """What a ticket for the unit that ends at this row has to wait for."""
         if self._index.place[row] == NONE:
             return [row, mark_of(row)]
-        return [mark_of(row)] if row in self._marks or row in self._marking else []
+        return [mark_of(row)] if self._marks.pending(row) else []
 
     def unit_used(self, row: int) -> None:
         """A unit was hit; its record follows with the next batch."""
         if self._index.place[row] != NONE:
-            self._uses.add(row)
+            self._marks.use(row)
 
-    def free(self, row: int) -> None:
+    def free(self, row: int, why: Departure) -> None:
         """Drop a block from index and tiers; its place on disk is freed behind."""
         index = self._index
         if index.place[row] != NONE:
             block_bytes = self._space(row).block_bytes
+            self.on_left(row, why)
             self._freed.append(Freed(index.hashes[row], block_bytes, index.place[row]))
             self.used_bytes -= self._disk.stored_bytes(block_bytes, index.length[row])
             self._wake()
-        self._marks.discard(row)
-        self._uses.discard(row)
+        self._marks.drop(row)
         self._host.discard(row)
         index.lose(row)
         self.settle_lost(row)
@@ -135,7 +137,7 @@ class Writer:
     def corrupt(self, row: int) -> None:
         """A block on disk did not verify: it leaves, and those that are missing altogether will."""
         self._suspect.add(self._space(row).block_bytes)
-        self.free(row)
+        self.free(row, Departure.CORRUPT)
         self._wake()
 
     def settle_lost(self, row: int) -> None:
@@ -150,30 +152,120 @@ class Writer:
         self._idle.clear()
         self._work.set()
 
+    async def add_namespace(self, namespace: Namespace) -> tuple[int, bytes]:
+        """Id and digest of a namespace, catalogued. Raises ``DiskError``."""
+        return await self._pipeline.add_namespace(namespace)
+
     @property
     def _due(self) -> bool:
         return bool(self._dirty or self._marks or self._freed or self._suspect)
 
+    @property
+    def _may_begin(self) -> bool:
+        """Whether the next batch should set out now.
+
+        While one is being written only a full one does: what comes meanwhile makes it larger. And
+        marks alone do not, for they go along with a batch that is on its way.
+        """
+        if not self._due or self._error or self._stop.is_set() or self._pipeline.full:
+            return False
+        if not self._lull.come(len(self._dirty) * self._next_bytes):
+            return False
+        if self._pipeline.writing:
+            return bool(self._dirty) and len(self._dirty) >= self._disk.batch_blocks(self._next_bytes)
+        return bool(self._dirty or self._freed or self._suspect or not self._pipeline.batches)
+
+    @property
+    def _next_bytes(self) -> int:
+        """Size of the block that is first in the queue; 0 if there is none."""
+        return self._space(self._dirty[0]).block_bytes if self._dirty else 0
+
     async def _run(self) -> None:
-        while not self._stop.is_set():
+        while not (self._stop.is_set() and not self._pipeline.batches):
             await self._work.wait()
             self._work.clear()
-            while self._due and not self._stop.is_set():
-                await self._try_cycle()
-            if not self._due:
-                self._idle.set()
+            while self._may_begin and self._begin():
+                pass
+            if not self._pipeline.batches:
+                await self._settle_failure()
+                if not self._due:
+                    self._idle.set()
 
-    async def _try_cycle(self) -> None:
+    async def _settle_failure(self) -> None:
+        self._dirty.extendleft(reversed(self._returned))
+        self._returned.clear()
+        if self._error is not None:
+            self._failed(self._error)
+            await self._pause()
+            self._error = None
+            self._wake()
+
+    def _begin(self) -> bool:
+        """Send the next batch on its way; False if that has to wait for those under way."""
+        rows = self._take_batch()
+        need = self._disk_bytes(rows)
+        if not self._make_room(rows, need):
+            self._release(rows, again=True)
+            self._dirty.extendleft(reversed(rows))
+            if not self._pipeline.batches:
+                self._error = DiskError(
+                    f"disk: {need} more bytes do not fit beside {self.used_bytes} that are held by leases;"
+                    " raise disk_bytes"
+                )
+            return False
+        layout = self._space(next(iter(rows))).layout if rows else None
+        blocks = [self._host.new_block(row, slot) for row, slot in rows.items()]
+        batch = Batch(rows, layout, blocks, need, self._freed)
+        self._freed = []
+        self._pipeline.enter(batch)
+        carrier = asyncio.create_task(self._carry(batch))
+        self._carriers.add(carrier)
+        carrier.add_done_callback(self._carriers.discard)
+        return True
+
+    async def _carry(self, batch: Batch) -> None:
+        """Take a batch to the disk. Whatever fails, it ends and what it held is queued again."""
+        error: Exception | None = None
         try:
-            if await self._cycle():
+            if await self._write(batch):
                 self._recovered()
-            return
-        except DiskError as error:
-            self._failed(error)
-        except Exception as error:  # a defect below must not end the writing for ever
+        except DiskError as failure:
+            error = failure
+        except Exception as failure:  # a defect below must not end the writing for ever
             log.exception("event=write_failed")
-            self._failed(error)
-        await self._pause()
+            error = failure
+        self._release(batch.rows, again=error is not None)
+        if error is not None:
+            self._error = self._error or error
+            self._returned += batch.rows
+            self._freed = batch.freed + self._freed
+        self._pipeline.leave(batch, failed=error is not None)
+        self._host.notify_room()
+        self._wake()
+
+    def _release(self, rows: dict[int, int], *, again: bool) -> None:
+        for row, slot in rows.items():
+            self._arena.unhold(slot)
+            if not again:
+                self._index.unhold(row)
+
+    async def _write(self, batch: Batch) -> bool:
+        """True if the disk did something."""
+        busy = bool(batch.rows or batch.freed)
+        await self._drop_missing()
+        stored = await self._pipeline.place(batch)
+        units = self._marks.take(batch.rows)
+        durable = False
+        try:
+            await self._pipeline.name(batch, stored, units)
+            durable = True
+            for (row, slot), at in zip(batch.rows.items(), stored, strict=True):
+                self._written(row, slot, at)
+        finally:
+            for row in self._marks.end(batch.rows, durable=durable):
+                self.tickets.settle(mark_of(row), durable=True)
+        self._counters["written_blocks"] += len(batch.rows)
+        return busy or bool(units)
 
     async def _pause(self) -> None:
         delay, cut_short = RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS)) - 1], self._closing
@@ -195,30 +287,9 @@ class Writer:
         self._counters["write_failures"] += 1
         self._host.dirty_evictable = True
         # Whoever waits for durability learns now that it can't be had.
-        for row in (*self._dirty, *self._marks):
+        for row in (*self._dirty, *self._marks.made()):
             self.settle_lost(row)
         self._host.notify_room()
-
-    async def _cycle(self) -> bool:
-        """Free what left, then write one batch and the marks that are due; True if the disk did something."""
-        batch = self._writing = self._take_batch()
-        try:
-            if batch:
-                self._make_room(batch)
-            dropped = await self._drop_freed()
-            await self._drop_missing()
-            return await self._write(batch) or dropped
-        except BaseException:
-            self._dirty.extendleft(reversed(batch))
-            for row in batch:
-                self._index.hold(row)
-            raise
-        finally:
-            self._writing = {}
-            for row, slot in batch.items():
-                self._arena.unhold(slot)
-                self._index.unhold(row)
-            self._host.notify_room()
 
     def _is_dirty(self, row: int) -> bool:
         slot = self._index.slot[row]
@@ -234,10 +305,11 @@ class Writer:
         layout = None
         while self._dirty:
             row = self._dirty[0]
-            if row in batch or not self._is_dirty(row):
+            taken = row in batch or self._pipeline.carries(row)
+            if taken or not self._is_dirty(row):
                 # It left the arena while HOST_ONLY, and may have been sealed again since.
                 self._dirty.popleft()
-                if row not in batch:
+                if not taken:
                     self.settle_lost(row)
                 self._index.unhold(row)
                 continue
@@ -249,37 +321,24 @@ class Writer:
             self._arena.hold(batch[row])
         return batch
 
-    def _make_room(self, batch: dict[int, int]) -> None:
-        block_bytes = self._space(next(iter(batch))).block_bytes
-        need = len(batch) * self._disk.stored_bytes(block_bytes, block_bytes)
-        limit = self._disk.limit_bytes(block_bytes)
+    def _disk_bytes(self, rows: Collection[int]) -> int:
+        """What a batch's blocks take of the disk at most."""
+        return sum(
+            self._disk.stored_bytes(size, size) for size in (self._space(row).block_bytes for row in rows)
+        )
 
-        def enough() -> bool:
-            return self.used_bytes + need <= limit
-
-        if not self._evict(enough):
-            raise DiskError(
-                f"disk: {need} bytes do not fit into {limit} of which {self.used_bytes} are held by leases;"
-                " raise disk_bytes"
-            )
+    def _make_room(self, rows: dict[int, int], need: int) -> bool:
+        if not rows:
+            return True
+        limit = self._disk.limit_bytes(self._space(next(iter(rows))).block_bytes)
+        return self._evict(lambda: self.used_bytes + self._pipeline.nbytes + need <= limit)
 
     def _evict(self, enough: Callable[[], bool]) -> bool:
         def drop(row: int) -> None:
             self._counters["disk_evicted_blocks"] += 1
-            self.free(row)
+            self.free(row, Departure.CAPACITY)
 
         return self._evictor.evict(enough, drop)
-
-    async def _drop_freed(self) -> bool:
-        freed, self._freed = self._freed, []
-        if not freed:
-            return False
-        try:
-            await self.in_thread(self._disk.drop, freed)
-        except BaseException:
-            self._freed = freed + self._freed
-            raise
-        return True
 
     async def _drop_missing(self) -> None:
         """With one payload its whole file may be gone: better known now than block by block."""
@@ -292,7 +351,7 @@ class Writer:
                 if index.place[row] != NONE and self._space(row).block_bytes == size
             }
             try:
-                missing = await self.in_thread(self._disk.missing, size, list(rows))
+                missing = await self._pipeline.missing(size, list(rows))
             except BaseException:
                 self._suspect.add(size)
                 raise
@@ -301,44 +360,10 @@ class Writer:
             lost = [row for row in lost if self._space(row).block_bytes == size]
             lost = [row for row in lost if not self._host.is_reading(row)]
             for row in lost:
-                self.free(row)
+                self.free(row, Departure.LOST)
             if lost:
                 self._counters["lost_payloads"] += len(lost)
                 log.error("event=payloads_lost count=%d block_bytes=%d", len(lost), size)
-
-    async def _write(self, batch: dict[int, int]) -> bool:
-        marking = self._marking = self._take_marks(batch)
-        if not batch and not marking:
-            return False
-        # Held, so that a row whose block is lost meanwhile is not given to another block.
-        for row in marking:
-            self._index.hold(row)
-        try:
-            layout = self._space(next(iter((*batch, *marking)))).layout
-            blocks = [self._new_block(row, slot) for row, slot in batch.items()]
-            units = [self._unit_record(row) for row in marking]
-            stored = await self.in_thread(self._disk.write, layout, blocks, units)
-            for (row, slot), at in zip(batch.items(), stored, strict=True):
-                self._written(row, slot, at)
-            for row in marking - self._marks:  # those that are there got another kind meanwhile
-                self.tickets.settle(mark_of(row), durable=True)
-        except BaseException:
-            self._marks |= {row for row in marking if row not in batch and self._index.kinds[row]}
-            raise
-        finally:
-            self._marking = set()
-            for row in marking:
-                self._index.unhold(row)
-        self._counters["written_blocks"] += len(batch)
-        return True
-
-    def _take_marks(self, batch: dict[int, int]) -> set[int]:
-        """Rows whose unit record can be written now: with its block, or because that is on disk."""
-        rows = {*batch, *self._marks, *self._uses}
-        self._marks.clear()
-        self._uses.clear()
-        index = self._index
-        return {row for row in rows if index.kinds[row] and (row in batch or index.place[row] != NONE)}
 
     def _written(self, row: int, slot: int, at: Stored) -> None:
         index = self._index
@@ -349,41 +374,12 @@ class Writer:
         self._arena.clean(slot)
         self.tickets.settle(row, durable=True)
 
-    def _new_block(self, row: int, slot: int) -> NewBlock:
-        index = self._index
-        parent = index.parent[row]
-        return NewBlock(
-            hash=index.hashes[row],
-            parent=ROOT if parent == NONE else index.hashes[parent],
-            namespace=index.namespace[row],
-            depth=index.depth[row],
-            used=index.used[row],
-            data=self._arena.run(slot),
-        )
-
-    def _unit_record(self, row: int) -> UnitRecord:
-        index = self._index
-        use = index.units[row]
-        return UnitRecord(
-            hash=index.hashes[row],
-            namespace=index.namespace[row],
-            tokens=index.depth[row] * self._space(row).layout.block_tokens,
-            kinds=index.kinds[row],
-            created=use.created,
-            used=use.used,
-            hits=use.hits,
-        )
-
-    async def in_thread(self, work: Callable[[*Args], Result], *args: *Args) -> Result:
-        """Run blocking work on the disk in the one thread that writes."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-
     async def close(self, seconds: float) -> bool:
         """Write what is dirty, at most for ``seconds``; True if all of it is durable."""
-        if self._uses:
-            self._marks |= self._uses
+        if self._marks.hurry_uses():
             self._wake()
         self._closing.set()
+        self._lull.close()
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
@@ -392,6 +388,6 @@ class Writer:
         self._wake()
         if self._task is not None:
             await self._task  # not cancelled: a thread may be reading the slots of a batch
-        await asyncio.to_thread(self._thread.shutdown)
+        await self._pipeline.close()
         self.tickets.settle_all()
         return not self._due

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvstore.errors import InvalidArgument
 from kvstore.layout import DType, LatentLayout
 from mla.errors import PoolFull, Unsupported
+from mla.streams import Mark
 from mla.transfer import transfer_for
 
 TORCH_DTYPES: Final = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32}
@@ -176,15 +177,26 @@ class LatentPool:
                 raise InvalidArgument(f"block {block} is not private to the writer: allocate one to write to")
         self._transfer.write(blocks, datas)
 
+    def mark(self) -> Mark | None:
+        """What was computed so far in this thread's current stream; for ``read_blocks``."""
+        return self._transfer.mark()
+
     def read_block(self, block: int, out: memoryview) -> None:
-        """Copy a referenced block's bytes to writable ``out``; complete when it returns.
+        """Copy a referenced block's bytes, as computed so far, to writable ``out``; see ``read_blocks``."""
+        self.read_blocks([block], [out], self.mark())
+
+    def read_blocks(self, blocks: Sequence[int], outs: Sequence[memoryview], after: Mark | None) -> None:
+        """Copy referenced blocks' bytes, complete at ``after``, to writable ``outs``; done when it returns.
 
         Raises ``InvalidArgument`` for a buffer of another length or a block not referenced.
         """
-        self._require_size(out)
+        if len(blocks) != len(outs):
+            raise InvalidArgument(f"{len(blocks)} blocks but {len(outs)} buffers: pass one for each")
+        for out in outs:
+            self._require_size(out)
         with self._lock:
-            self._require_referenced([block])
-        self._transfer.read(block, out)
+            self._require_referenced(blocks)
+        self._transfer.read(blocks, outs, after)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks inside the pool, all layers (copy on write)."""

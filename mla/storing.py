@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import TypeVar
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 RESERVE_BLOCKS = 32  # blocks of one Reserve, and so of one Commit
+COPY_BLOCKS = 8  # blocks that are copied at once; whoever needs the pool blocks waits for so many
 RETRY_SECONDS = 0.02
 END_SECONDS = 1.0  # for the thread to notice that it is over
 MAX_TICKETS = 1 << 16  # as many as a store remembers
@@ -40,24 +41,29 @@ class _Piece:
         self.hashes = list(hashes)
         self.units = dict(units)  # depth in the chain -> kinds
         self._pool = pool
-        self._lock = threading.Lock()  # held while a block is copied, never across a call of the store
+        self._lock = threading.Lock()  # held while blocks are copied, never across a call of the store
         self._blocks = list(blocks)  # one pool reference each; empty once given up
         pool.retain(self._blocks)
+        self._written = pool.mark()  # by the thread that has filled the blocks
 
     @property
     def given_up(self) -> bool:
         """Whether the pool blocks were taken away."""
         return not self._blocks
 
-    def copy(self, index: int, out: memoryview) -> bool:
-        """Copy a block's bytes to ``out``; False if the pool blocks were taken away."""
-        with self._lock:
-            if self._blocks:
-                self._pool.read_block(self._blocks[index], out)
-            return bool(self._blocks)
+    def copy(self, index: int, outs: Sequence[memoryview]) -> bool:
+        """Copy the blocks from ``index`` on to ``outs``; False if the pool blocks were taken away."""
+        for at in range(0, len(outs), COPY_BLOCKS):
+            part = outs[at : at + COPY_BLOCKS]
+            start = index + at
+            with self._lock:
+                if not self._blocks:
+                    return False
+                self._pool.read_blocks(self._blocks[start : start + len(part)], part, self._written)
+        return True
 
     def give_up(self) -> None:
-        """Give the pool blocks back; waits for the copy of one at most."""
+        """Give the pool blocks back; waits for the copy of a few at most."""
         with self._lock:
             blocks, self._blocks = self._blocks, []
             self._pool.release(blocks)
@@ -238,11 +244,10 @@ class StoreQueue:
         answer = self._store.reserve(job.namespace, job.parent, hashes, lease=job.lease)
         job.lease = answer.lease
         filled: list[bytes] = []
-        for at, block in enumerate(answer.blocks):
-            if block.data is not None:
-                if not piece.copy(done + at, block.data):
-                    return False
-                filled.append(block.hash)
+        for start, datas in _runs(answer.blocks):
+            if not piece.copy(done + start, datas):
+                return False
+            filled.extend(hashes[start : start + len(datas)])
         # A block that another worker is filling ends the way for now: should that worker
         # die, the block is ours to fill, or else no unit behind it would be whole.
         moved = sum(1 for _ in takewhile(_stored, answer.blocks))
@@ -273,6 +278,20 @@ class StoreQueue:
 
 def _stored(block: ReservedBlock) -> bool:
     return block.state is ReserveState.PRESENT or block.data is not None
+
+
+def _runs(blocks: Sequence[ReservedBlock]) -> Iterator[tuple[int, list[memoryview]]]:
+    """Where blocks to be filled follow each other: the first one's index, and their bytes."""
+    at = 0
+    while at < len(blocks):
+        run = []
+        for block in blocks[at:]:
+            if block.data is None:
+                break
+            run.append(block.data)
+        if run:
+            yield at, run
+        at += len(run) + 1
 
 
 def _left(end: float) -> float:

@@ -46,22 +46,23 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> DeepseekV3
     changes the logits.
     """
     model = DeepseekV3ForCausalLM(tiny_config())
-    with torch.no_grad():
-        for index, (name, weight) in enumerate(sorted(model.named_parameters())):
-            if weight.dim() > 1:
-                _fill(weight, _gain(name), seed * 10_007 + index)
+    fill_weights(model, seed)
     nn.Module.to(model, dtype)
     nn.Module.eval(model)
     return model
 
 
-def _fill(weight: nn.Parameter, gain: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    std = gain / math.sqrt(weight.shape[-1])
-    weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+@torch.no_grad()
+def fill_weights(model: nn.Module, seed: int) -> None:
+    """Random weights, made on the device of each, that ``seed`` and the names alone determine."""
+    for index, (name, weight) in enumerate(sorted(model.named_parameters())):
+        if weight.dim() > 1:
+            generator = torch.Generator(weight.device).manual_seed(seed * 10_007 + index)
+            noise = torch.randn(weight.shape, generator=generator, device=weight.device)
+            weight.copy_(noise * (_gain(name, weight) / math.sqrt(weight.shape[-1])))
 
 
-def _gain(name: str) -> float:
+def _gain(name: str, weight: nn.Parameter) -> float:
     if "embed_tokens" in name:
-        return math.sqrt(256)  # unit variance: a row is looked up, not summed over
-    return 2.0 if "q_b_proj" in name or "o_proj" in name else 1.0
+        return math.sqrt(weight.shape[-1])  # unit variance: a row is looked up, not summed over
+    return 2.0 if "q_b_proj" in name or "q_proj" in name or "o_proj" in name else 1.0

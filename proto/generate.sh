@@ -20,8 +20,8 @@ fresh=$(mktemp -d)
 trap 'rm -rf "$fresh"' EXIT
 "$VENV/bin/python" -m grpc_tools.protoc -I proto \
     --python_out="$fresh" --pyi_out="$fresh" --grpc_python_out="$fresh" \
-    kvstore/v1/kvstore.proto
-printf '"""Stubs generated from proto/kvstore/v1/kvstore.proto by proto/generate.sh. Do not edit."""\n' \
+    kvstore/v1/kvstore.proto kvstore/v1/operator.proto
+printf '"""Stubs generated from proto/kvstore/v1 by proto/generate.sh. Do not edit."""\n' \
     > "$fresh/kvstore/v1/__init__.py"
 
 if [ "${1:-}" = "--check" ]; then

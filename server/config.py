@@ -35,13 +35,26 @@ class ConfigError(KVStoreError):
     """A setting is missing or wrong; the message is one line."""
 
 
+def _check_http(address: str) -> str:
+    _host_of(address)
+    return address
+
+
+def _host_of(address: str) -> str:
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError("write host:port")
+    return host
+
+
 def _check_listen(listen: str) -> str:
     if listen.startswith(UNIX):
         _check_socket_path(listen.removeprefix(UNIX))
         return listen
-    host, separator, port = listen.rpartition(":")
-    if not separator or not port.isdecimal() or int(port) > 65535:
-        raise ValueError("write unix:///path or host:port")
+    try:
+        host = _host_of(listen)
+    except ValueError:
+        raise ValueError("write unix:///path or host:port") from None
     if not _is_loopback(host):
         raise ValueError(
             "only loopback addresses are allowed, for the protocol has no authentication yet; use 127.0.0.1"
@@ -89,6 +102,9 @@ class Config(BaseSettings):
     lease_seconds: float = 60.0
     drain_seconds: float = Field(default=30.0, gt=0)
     readers: int = 8
+    http: Annotated[str, AfterValidator(_check_http)] | None = None
+    prefill_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    gpu_hour_price: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @property
@@ -101,17 +117,20 @@ class Config(BaseSettings):
         return StoreSettings(**self.model_dump(include=set(StoreSettings.__dataclass_fields__)))
 
 
+def sources(flags: Mapping[str, str | None], file: str | None = None) -> dict[str, str]:
+    """Where ``load`` finds each setting: ``from --data``, ``by default``. Raises ``ConfigError``."""
+    origin = _origin(flags, file)
+    return {name: origin.source(name) for name in Config.model_fields}
+
+
 def load(flags: Mapping[str, str | None], file: str | None = None) -> Config:
     """Configuration from flags (None is not given), ``LATENTKV_*`` and a TOML file.
 
     The file is named by ``file`` or by ``LATENTKV_CONFIG``. Raises ``ConfigError``.
     """
-    named = file or os.environ.get(ENV_PREFIX + "CONFIG")
-    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
-    table = _read_table(Path(named)) if named else {}
-    origin = _Origin(given, named, table)
+    origin = _origin(flags, file)
     try:
-        config = _sources(Path(named) if named else None)(**given)
+        config = _sources(Path(origin.file) if origin.file else None)(**origin.flags)
     except ValidationError as error:
         raise ConfigError(origin.describe(error)) from None
     try:
@@ -121,6 +140,12 @@ def load(flags: Mapping[str, str | None], file: str | None = None) -> Config:
         name = str(error).partition("=")[0]
         raise ConfigError(f"{error} ({origin.source(name)})") from None
     return config
+
+
+def _origin(flags: Mapping[str, str | None], file: str | None) -> _Origin:
+    named = file or os.environ.get(ENV_PREFIX + "CONFIG")
+    given = {name: value for name, value in flags.items() if value is not None}
+    return _Origin(given, named, _read_table(Path(named)) if named else {})
 
 
 def _check_socket_path_of(config: Config) -> None:
@@ -161,17 +186,17 @@ class _Origin:
     """Says where a setting's value came from."""
 
     def __init__(self, flags: Mapping[str, Any], file: str | None, table: Mapping[str, Any]) -> None:
-        self._flags = flags
-        self._file = file
+        self.flags = flags
+        self.file = file
         self._table = table
 
     def source(self, name: str) -> str:
         """The flag, variable or file that gave the setting."""
-        if name in self._flags:
+        if name in self.flags:
             return f"from --{name.replace('_', '-')}"
         if ENV_PREFIX + name.upper() in os.environ:
             return f"from {ENV_PREFIX}{name.upper()}"
-        return f"from {self._file}" if name in self._table else "by default"
+        return f"from {self.file}" if name in self._table else "by default"
 
     def describe(self, error: ValidationError) -> str:
         """One line about the first thing that is wrong."""

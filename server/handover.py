@@ -16,12 +16,15 @@ import struct
 from pathlib import Path
 
 from kvstore.arena import Arena
+from kvstore.errors import Unavailable
 from kvstore.wire import HANDOVER_VERSION
 from server.events import event
 from server.workers import WorkerTable
 
 log = logging.getLogger(__name__)
 
+_BABBLE_BYTES = 1 << 16
+_BABBLE_SECONDS = 0.05
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -63,7 +66,11 @@ class Handover:
             if uid not in (0, os.getuid()):
                 event(log, logging.WARNING, "worker_refused", pid=pid, uid=uid, reason="another user")
                 return
-            holder = self._workers.admit()
+            try:
+                holder = self._workers.admit()
+            except Unavailable as error:
+                event(log, logging.WARNING, "worker_refused", pid=pid, uid=uid, reason=error)
+                return
             name = holder.token[:4].hex()
             event(log, logging.INFO, "worker_mapped", worker=name, pid=pid, uid=uid)
             try:
@@ -92,5 +99,6 @@ class Handover:
 
 
 async def _end_of_file(connection: socket.socket) -> None:
-    while await asyncio.get_running_loop().sock_recv(connection, 64):
-        pass  # a worker has nothing to say; only its silence's end matters
+    # A worker has nothing to say; only its silence's end matters. One that talks is not listened to closely.
+    while await asyncio.get_running_loop().sock_recv(connection, _BABBLE_BYTES):
+        await asyncio.sleep(_BABBLE_SECONDS)

@@ -14,18 +14,25 @@ import time
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore import wire
 from kvstore.errors import KVStoreError
 from kvstore.store import Store
-from kvstore.v1 import kvstore_pb2_grpc
+from kvstore.v1 import kvstore_pb2_grpc, operator_pb2_grpc
 from server.config import ARENA_SUFFIX, UNIX, Config
+from server.decoding import Decoding
 from server.events import event
+from server.faults import FaultLog
 from server.handover import Handover
-from server.metrics import RequestCounters
+from server.health import Health
+from server.history import STEP_SECONDS, History
+from server.operators import OPERATOR, OperatorService
+from server.pages import Pages
 from server.service import KVStoreService
+from server.tally import Tally, Worth
+from server.web import WebServer
 from server.workers import WorkerTable
 
 log = logging.getLogger(__name__)
@@ -51,7 +58,13 @@ class Daemon:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._address = config.address
-        self._requests = RequestCounters()
+        self._health = Health()
+        self._tally = Tally(Worth(config.prefill_rate, config.gpu_hour_price))
+        self._faults = FaultLog()
+        self._history = History(self._tally)
+        self._pages = Pages(self._config, self._tally, self._health, self._history, self._faults)
+        self._sampling: asyncio.Task[None] | None = None
+        self._web: WebServer | None = None
         self._stop = asyncio.Event()
         self._sockets: list[Path] = []
         self._handover: Handover | None = None
@@ -60,6 +73,7 @@ class Daemon:
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT. Raises ``KVStoreError`` when it cannot start."""
         self._catch_signals()
+        logging.getLogger().addHandler(self._faults)
         await self._startup()
         try:
             await self._stop.wait()
@@ -73,7 +87,13 @@ class Daemon:
 
     async def _startup(self) -> None:
         os.umask(0o077)  # sockets and data are for this user alone
-        self._store = await Store.open(self._config.store_settings())
+        # First, so that a daemon that takes long to start can say so.
+        self._web = self._open_web()
+        try:
+            self._store = await Store.open(self._config.store_settings(), observer=self._tally)
+        except BaseException:
+            await self._close_web()
+            raise
         try:
             # Twice, so that leases end by their own clock first, and say so.
             self._workers = WorkerTable(self._store, idle_seconds=2 * self._config.lease_seconds)
@@ -83,7 +103,22 @@ class Daemon:
             await self._shutdown()
             raise
         self._sweeping = asyncio.create_task(self._sweep())
+        self._sampling = asyncio.create_task(self._sample())
         self._announce()
+
+    def _open_web(self) -> WebServer | None:
+        if self._config.http is None:
+            return None
+        try:
+            return WebServer(self._config.http, self._pages.routes())
+        except OSError as error:
+            raise AddressInUse(
+                f"http={self._config.http!r} cannot be bound ({error.strerror}); choose another --http"
+            ) from None
+
+    async def _close_web(self) -> None:
+        if self._web:
+            await self._web.close()
 
     def _claim_sockets(self) -> None:
         if not self._address.startswith(UNIX):
@@ -95,13 +130,13 @@ class Daemon:
             self._sockets.append(each)
 
     async def _listen(self) -> None:
-        self._server = grpc.aio.server(options=_GRPC_OPTIONS)
-        self._service = KVStoreService(self._store, self._workers, self._requests)
+        self._server = grpc.aio.server(interceptors=[Decoding()], options=_GRPC_OPTIONS)
+        self._service = KVStoreService(self._store, self._workers, self._tally)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(self._service, self._server)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        operator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(self._pages), self._server)
         reflection.enable_server_reflection(
-            (wire.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+            (wire.SERVICE, OPERATOR, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         if self._sockets:
             # Before gRPC listens, so that whoever finds the daemon also finds its arena.
@@ -109,8 +144,8 @@ class Daemon:
             self._handover.start()
         self._address = _bind(self._server, self._address)
         await self._server.start()
-        for service in ("", wire.SERVICE):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        self._pages.serve(self._store, self._address)
+        await self._health.serve()
 
     def _announce(self) -> None:
         status, settings = self._store.status(), self._config
@@ -118,10 +153,19 @@ class Daemon:
         host, disk = (
             size.human_readable(separator=" ") for size in (settings.host_bytes, settings.disk_bytes)
         )
-        event(log, logging.INFO, "serving", address=self._address, data=settings.data, pid=os.getpid())
+        page = self._web.url if self._web else "off"
+        event(
+            log,
+            logging.INFO,
+            "serving",
+            address=self._address,
+            data=settings.data,
+            pid=os.getpid(),
+            http=page,
+        )
         print(
-            f"latentkv: serving on {self._address} (data {settings.data}, host {host} pinned={pinned},"
-            f" disk {disk}, {status.disk.blocks} blocks, {status.units} units)",
+            f"latentkv: serving on {self._address} (data {settings.data}, http {page},"
+            f" host {host} pinned={pinned}, disk {disk}, {status.disk.blocks} blocks, {status.units} units)",
             flush=True,
         )
 
@@ -130,16 +174,23 @@ class Daemon:
             await asyncio.sleep(self._config.lease_seconds / 4)
             self._workers.sweep(time.monotonic())
 
+    async def _sample(self) -> None:
+        while True:
+            self._history.keep(time.time())
+            await asyncio.sleep(STEP_SECONDS)
+
     async def _drain(self) -> None:
         event(log, logging.INFO, "draining", deadline=self._config.drain_seconds)
-        await self._health.enter_graceful_shutdown()
+        await self._health.drain()
         self._service.drain()
         await self._server.stop(min(_STREAM_GRACE, self._config.drain_seconds))
 
     async def _shutdown(self) -> None:
-        if self._sweeping:
-            self._sweeping.cancel()
+        for task in (self._sweeping, self._sampling):
+            if task:
+                task.cancel()
         await self._store.close()
+        await self._close_web()
         if self._handover:
             await self._handover.close()
         for path in self._sockets:

@@ -1,20 +1,167 @@
-"""Counts of answered calls, shown beside the store's own counters."""
+"""The tally and the store's status as Prometheus metrics.
+
+A scrape asks the event loop for one ``Snapshot``; turning it into text happens in the
+thread of the scrape.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import copy
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from kvstore.api import MissReason, Status
+from server.tally import Tally, TenantTally, Worth
+
+# The store's counters that exist from the start, so that their first step shows as an increase.
+COUNTERS = {
+    "stored_blocks": "Blocks that workers stored",
+    "written_blocks": "Blocks written to disk",
+    "disk_read_blocks": "Blocks read from disk",
+    "disk_evicted_blocks": "Blocks evicted from a full disk",
+    "host_evicted_blocks": "Blocks whose place in the arena was given to another",
+    "host_lost_blocks": "Blocks that left a full arena unwritten, for the disk failed",
+    "checksum_failures": "Payloads that did not verify; each was a miss",
+    "read_errors": "Reads of payloads that failed",
+    "write_failures": "Batches that could not be written",
+    "lost_payloads": "Payloads that the catalogue names and that were gone",
+    "catalog_skipped": "Damaged records that the catalogue skipped",
+    "expired_leases": "Leases that ended by the clock",
+    "loads": "Loads begun",
+}
+_GAUGES = {
+    "latentkv_dirty_blocks": "Blocks that are readable and not on disk yet",
+    "latentkv_units": "Units that can be hit",
+    "latentkv_leases": "Leases that are held",
+    "latentkv_namespaces": "Open namespaces",
+    "latentkv_arena_locked": "1 if the arena is locked in memory",
+    "latentkv_host_only": "1 while the disk cannot be written",
+    "latentkv_ready": "1 while the daemon accepts calls",
+    "latentkv_start_time_seconds": "When the daemon started, in unix time",
+}
 
 
-class RequestCounters:
-    """How many calls of each verb ended with which status."""
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one scrape shows, taken on the event loop."""
 
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+    status: Status | None  # None until the store is open
+    ready: bool
+    started: float
+    calls: dict[tuple[str, str], int]
+    tenants: dict[str, TenantTally]
+    worth: Worth
 
-    def count(self, verb: str, status: str) -> None:
-        """One call of ``verb`` ended with the gRPC status named ``status``."""
-        self._counts[f"rpc_{verb.lower()}_{status.lower()}"] += 1
 
-    def snapshot(self) -> dict[str, int]:
-        """All counts so far, by name: ``rpc_match_ok`` and the like."""
-        return dict(self._counts)
+def snapshot(tally: Tally, status: Status | None, *, ready: bool) -> Snapshot:
+    """Copy what the event loop goes on to change."""
+    tenants = copy.deepcopy(tally.tenants)
+    return Snapshot(status, ready, tally.started, dict(tally.calls), tenants, tally.worth)
+
+
+def exposition(tally: Tally, taken: Snapshot) -> bytes:
+    """The metrics page, in the text format of Prometheus."""
+    page = CollectorRegistry()
+    page.register(_Families(taken))
+    return generate_latest(page) + generate_latest(tally.registry)
+
+
+class _Families(Collector):
+    def __init__(self, taken: Snapshot) -> None:
+        self._taken = taken
+
+    def collect(self) -> Iterator[Metric]:
+        """All families of a snapshot."""
+        yield InfoMetricFamily("latentkv_build", "The daemon's release", {"version": release()})
+        yield from _call_families(self._taken)
+        yield from _tenant_families(self._taken)
+        yield from _gauges(self._taken)
+        if self._taken.status is not None:
+            yield from _tier_families(self._taken.status)
+            yield from _store_counters(self._taken.status)
+
+
+@functools.cache
+def release() -> str:
+    """Version of the installed package."""
+    return version("latentkv")
+
+
+def _call_families(taken: Snapshot) -> Iterator[Metric]:
+    calls = CounterMetricFamily(
+        "latentkv_requests", "Calls by verb and gRPC status", labels=("verb", "status")
+    )
+    for (verb, status), count in sorted(taken.calls.items()):
+        calls.add_metric((verb, status), count)
+    yield calls
+
+
+def _tenant_families(taken: Snapshot) -> Iterator[Metric]:
+    matches, hits, misses, loads, seconds, money = families = (
+        CounterMetricFamily("latentkv_matches", "Prompts matched", labels=("tenant", "reason")),
+        CounterMetricFamily("latentkv_hit_tokens", "Tokens that Match found", labels=("tenant", "tier")),
+        CounterMetricFamily(
+            "latentkv_miss_tokens", "Tokens that Match did not find", labels=("tenant", "reason")
+        ),
+        CounterMetricFamily("latentkv_loaded_tokens", "Tokens that were loaded", labels=("tenant", "tier")),
+        CounterMetricFamily(
+            "latentkv_saved_prefill_seconds", "Prefill time that loads made needless", labels=("tenant",)
+        ),
+        CounterMetricFamily(
+            "latentkv_saved_money", "Price of that time, in the money of gpu_hour_price", labels=("tenant",)
+        ),
+    )
+    for tenant, figures in sorted(taken.tenants.items()):
+        for family, counts in (
+            (matches, figures.matches),
+            (hits, figures.hit_tokens),
+            (misses, figures.miss_tokens),
+            (loads, figures.loaded_tokens),
+        ):
+            for label, count in counts.items():
+                family.add_metric((tenant, label.value), count)
+        seconds.add_metric((tenant,), figures.saved_seconds)
+        money.add_metric((tenant,), taken.worth.money(figures.saved_seconds))
+    yield from families
+
+
+def _gauges(taken: Snapshot) -> Iterator[Metric]:
+    values: dict[str, float] = {"latentkv_ready": taken.ready, "latentkv_start_time_seconds": taken.started}
+    status = taken.status
+    if status is not None:
+        values |= {
+            "latentkv_dirty_blocks": status.dirty_blocks,
+            "latentkv_units": status.units,
+            "latentkv_leases": status.leases,
+            "latentkv_namespaces": status.namespaces,
+            "latentkv_arena_locked": status.pinned,
+            "latentkv_host_only": status.mode == "host_only",
+        }
+    for name, value in values.items():
+        yield GaugeMetricFamily(name, _GAUGES[name], value)
+
+
+def _tier_families(status: Status) -> Iterator[Metric]:
+    used = GaugeMetricFamily("latentkv_tier_used_bytes", "Bytes in use", labels=("tier",))
+    capacity = GaugeMetricFamily("latentkv_tier_capacity_bytes", "Bytes that may be used", labels=("tier",))
+    blocks = GaugeMetricFamily("latentkv_tier_blocks", "Blocks in the tier", labels=("tier",))
+    for name, tier in (("host", status.host), ("disk", status.disk)):
+        used.add_metric((name,), tier.used_bytes)
+        capacity.add_metric((name,), tier.capacity_bytes)
+        blocks.add_metric((name,), tier.blocks)
+    yield from (used, capacity, blocks)
+
+
+def _store_counters(status: Status) -> Iterator[Metric]:
+    shown = {"matches", *(f"miss_{reason}" for reason in MissReason)}  # by tenant above
+    for name in sorted({*COUNTERS, *status.counters} - shown):
+        if not name.startswith("rpc_"):
+            text = COUNTERS.get(name, f"The store's counter {name}")
+            yield CounterMetricFamily(f"latentkv_{name}", text, status.counters.get(name, 0))

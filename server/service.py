@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
+from kvstore.loading import LoadStream
+from kvstore.spaces import Space
 from kvstore.store import Store
 from kvstore.v1 import kvstore_pb2 as pb
 from server.events import event
-from server.metrics import RequestCounters
 from server.streams import Context, Upload, announce_slots, send_blocks
-from server.workers import WorkerTable
+from server.tally import Tally
+from server.workers import WorkerTable, require_lease_room
 
 log = logging.getLogger(__name__)
 
@@ -34,22 +38,30 @@ Handler = Callable[["KVStoreService", Request, Context], Awaitable[Response]]
 def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
     """Turn what a handler raises into a status, count it and log it."""
     verb = handler.__name__
+    step = verb.lower() if verb in ("Match", "Reserve", "Commit") else None  # Load times itself
 
     @functools.wraps(handler)
     async def answer(service: KVStoreService, request: Request, context: Context) -> Response:
+        began = time.monotonic()
         try:
             service.refuse_when_draining()
+            if isinstance(request, DecodeError):
+                raise request
             response = await handler(service, request, context)
         except KVStoreError as error:
             failure = error
+        except DecodeError as error:
+            failure = InvalidArgument(f"what came is no message of {verb} ({error}); use the published proto")
         except Exception as error:  # a handler's bug must cost one call, not the daemon
             if context.done():  # the caller has gone; writing to it is what failed
-                service.requests.count(verb, "CANCELLED")
+                service.tally.answered(verb, "CANCELLED")
                 raise
             log.exception("event=call_failed verb=%s", verb)
             failure = wire.DaemonFailed(f"{verb} failed in the daemon ({type(error).__name__}); see its log")
         else:
-            service.requests.count(verb, grpc.StatusCode.OK.name)
+            service.tally.answered(verb, grpc.StatusCode.OK.name)
+            if step is not None:
+                service.tally.took(step, time.monotonic() - began)
             return response
         return await _refuse(service, verb, context, failure)
 
@@ -58,7 +70,7 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
 
 async def _refuse(service: KVStoreService, verb: str, context: Context, failure: KVStoreError) -> NoReturn:
     code, details, trailing = wire.status_of_error(failure)
-    service.requests.count(verb, code.name)
+    service.tally.answered(verb, code.name)
     event(log, logging.INFO, "call_refused", verb=verb, status=code.name, error=type(failure).__name__)
     event(log, logging.DEBUG, "call_refused_because", verb=verb, details=details)
     await context.abort(code, details, trailing)
@@ -67,10 +79,10 @@ async def _refuse(service: KVStoreService, verb: str, context: Context, failure:
 class KVStoreService:
     """Implements ``kvstore.v1.KVStore`` over one store."""
 
-    def __init__(self, store: Store, workers: WorkerTable, requests: RequestCounters) -> None:
+    def __init__(self, store: Store, workers: WorkerTable, tally: Tally) -> None:
         self._store = store
         self._workers = workers
-        self.requests = requests
+        self.tally = tally
         self._draining = False
 
     def drain(self) -> None:
@@ -91,13 +103,15 @@ class KVStoreService:
 
     @answered
     async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:
+        space = self._store.space(wire.digest(request.namespace))
         match = self._store.match(
-            wire.digest(request.namespace),
+            space.digest,
             wire.hashes_of(request.hashes),
-            request.tokens,
+            wire.tokens_of(request),
             align=request.align,
             store=request.store,
         )
+        self.tally.matched(space.namespace.tenant, request.tokens, space.layout.block_tokens, match)
         return wire.match_response(match)
 
     @answered
@@ -111,8 +125,11 @@ class KVStoreService:
         self, start: pb.LoadStart, requests: AsyncIterator[pb.LoadRequest], context: Context
     ) -> None:
         hashes = wire.hashes_of(start.hashes)
+        space = self._store.space(wire.digest(start.namespace))
+        began = time.monotonic()
         with self._workers.streaming(wire.worker_of(start.worker)) as holder:
-            stream = self._store.load(holder, wire.digest(start.namespace), hashes, start.first)
+            require_lease_room(holder)
+            stream = self._store.load(holder, space.digest, hashes, start.first, wire.readers_of(start))
             whole = False
             try:
                 await context.write(pb.LoadResponse(lease=stream.lease))
@@ -124,10 +141,20 @@ class KVStoreService:
             finally:
                 # A worker may die before its stream does; what was announced since is nobody's.
                 stream.close(returned=whole or self._workers.is_gone(holder))
+                self._note_load(space, stream, time.monotonic() - began)
+
+    def _note_load(self, space: Space, stream: LoadStream, seconds: float) -> None:
+        tokens = space.layout.block_tokens
+        disk = stream.read_blocks
+        host = stream.delivered - disk
+        nbytes = stream.delivered * space.block_bytes
+        self.tally.loaded(space.namespace.tenant, host * tokens, disk * tokens, nbytes, seconds)
 
     @answered
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         holder = self._workers.holder(wire.worker_of(request.worker))
+        if not request.lease:
+            require_lease_room(holder)
         reserved = self._store.reserve(
             holder,
             wire.digest(request.namespace),
@@ -183,4 +210,4 @@ class KVStoreService:
     @answered
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         status = self._store.status()
-        return wire.status_response(replace(status, counters=status.counters | self.requests.snapshot()))
+        return wire.status_response(replace(status, counters=status.counters | self.tally.call_counters()))

@@ -57,7 +57,7 @@ async def _credit(stream: LoadStream, requests: AsyncIterator[pb.LoadRequest]) -
     async for request in requests:
         if request.WhichOneof("kind") != "returned":
             raise InvalidArgument("a Load stream has one `start`, then only `returned`")
-        stream.give_back(list(request.returned.blocks))
+        stream.give_back(wire.indices_of(request.returned))
 
 
 async def send_blocks(stream: LoadStream, context: Context) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,6 +19,8 @@ from kvstore.store import Store
 from kvstore.wire import TOKEN_BYTES, StaleWorker, WorkerId
 
 MAX_REMOTE = 4096
+MAX_MAPPED = 512  # each takes a descriptor for its life
+MAX_LEASES = 4096  # of one worker; an engine has one a request
 
 
 @dataclass(eq=False)
@@ -45,7 +47,9 @@ class WorkerTable:
         self._remote: dict[bytes, _Remote] = {}
 
     def admit(self) -> Holder:
-        """A new mapped worker."""
+        """A new mapped worker. Raises ``Unavailable`` when there are too many."""
+        if len(self._mapped) >= MAX_MAPPED:
+            raise Unavailable(f"{MAX_MAPPED} workers map the arena already; try again later")
         holder = self._store.connect(secrets.token_bytes(TOKEN_BYTES), mapped=True)
         self._mapped[holder.token] = holder
         return holder
@@ -73,6 +77,8 @@ class WorkerTable:
     def _remote_of(self, worker: WorkerId) -> _Remote:
         remote = self._remote.get(worker.token)
         if remote is None:
+            if len(self._remote) >= MAX_REMOTE:
+                self._forget(lambda known: not known.holder.leases)  # they lose nothing
             if len(self._remote) >= MAX_REMOTE:
                 raise Unavailable(f"{MAX_REMOTE} workers are connected already; try again later")
             remote = _Remote(self._store.connect(worker.token, mapped=False), 0.0)
@@ -122,8 +128,18 @@ class WorkerTable:
 
     def sweep(self, now: float) -> None:
         """Forget the workers that were silent too long, and uploads whose lease has ended."""
-        for token, remote in list(self._remote.items()):
+        for remote in self._remote.values():
             remote.uploaded = {item for item in remote.uploaded if item[0] in remote.holder.leases}
-            if not remote.streams and now - remote.seen > self._idle_seconds:
+        self._forget(lambda known: now - known.seen > self._idle_seconds)
+
+    def _forget(self, which: Callable[[_Remote], bool]) -> None:
+        for token, remote in list(self._remote.items()):
+            if not remote.streams and which(remote):
                 del self._remote[token]
                 self._store.disconnect(remote.holder)
+
+
+def require_lease_room(holder: Holder) -> None:
+    """Raises ``Unavailable`` for a worker that opens leases without end."""
+    if len(holder.leases) >= MAX_LEASES:
+        raise Unavailable(f"this worker holds {MAX_LEASES} leases already; release some")

@@ -1,7 +1,9 @@
 """The docs name every setting and command, and nothing in them has gone stale."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -24,12 +26,20 @@ def test_every_setting_of_the_store_is_a_setting_of_the_daemon():
     assert set(StoreSettings.__dataclass_fields__) <= set(Config.model_fields)
 
 
+def leaves(command: Any, path: str = "") -> Iterator[str]:
+    """The full names of the commands under a group."""
+    for name, below in command.commands.items():
+        if isinstance(below, typer.core.TyperGroup):
+            yield from leaves(below, f"{path}{name} ")
+        else:
+            yield path + name
+
+
 def test_every_command_is_documented_and_every_documented_command_exists():
     documented = set(
         re.findall(r"^\| `latentkv ([\w ]+)` \|", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
     )
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert documented == set(commands)
+    assert documented == set(leaves(typer.main.get_command(app)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -39,6 +49,17 @@ def test_links_and_named_modules_exist(page: Path):
         assert (page.parent / link).exists(), link
     for module in re.findall(r"`((?:kvstore|server|mla|benchmarks)/[\w/]+\.py)`", text):
         assert (ROOT / module).exists(), module
+
+
+def test_every_proof_that_reliability_names_exists():
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    files = set(re.findall(r"`(tests/[\w/]+\.py)`", text))
+    assert len(files) > 10
+    assert all((ROOT / file).exists() for file in files), files
+    defined = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    defined += (ROOT / "kvstore" / "testing" / "store_conformance.py").read_text()
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in defined, name
 
 
 def test_readme_is_short():

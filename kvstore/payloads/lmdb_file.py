@@ -127,6 +127,10 @@ class LmdbFile:
             return offset
         return None
 
+    def drop_from_cache(self, page: int, nbytes: int) -> None:
+        """Let the kernel forget what it caches of a value that is on disk. Raises ``OSError``."""
+        os.posix_fadvise(self._fd, page * PAGE_BYTES, nbytes, os.POSIX_FADV_DONTNEED)
+
     def file_bytes(self) -> int:
         """Bytes that the data file takes on disk (a sparse file's size says nothing)."""
         return os.fstat(self._fd).st_blocks * 512

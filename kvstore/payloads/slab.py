@@ -36,6 +36,27 @@ _RESERVE_SHARE = 64  # of the limit, left for what the file system needs to know
 _NAME = re.compile(r"slab-([1-8])-(0|[1-9]\d{0,9})")
 
 
+def slot_bytes(block_bytes: int, eighths: int) -> int:
+    """Bytes of a slot for payloads of so many eighths of a block."""
+    return pages(min(-(-block_bytes // EIGHTHS) * eighths, block_bytes)) * PAGE_BYTES
+
+
+def eighths_of(block_bytes: int, length: int) -> int:
+    """Eighths of a block that a payload of ``length`` bytes takes."""
+    return -(-length // -(-block_bytes // EIGHTHS))
+
+
+def slab_name(eighths: int, number: int) -> str:
+    """Name of a slab's file."""
+    return f"slab-{eighths}-{number}"
+
+
+def split_key(key: int) -> tuple[int, int, int]:
+    """Eighths of a block, number of the slab, and slot in it, of a place's key."""
+    at, eighths = divmod(key, EIGHTHS)
+    return eighths + 1, at >> _SLOT_BITS, at & ((1 << _SLOT_BITS) - 1)
+
+
 @dataclass(slots=True)
 class _Write:
     """Neighbouring slots of one slab, and what goes there."""
@@ -73,7 +94,6 @@ class SlabPayloads:
         self._path = path
         self._limit = limit_bytes - limit_bytes // _RESERVE_SHARE
         self._slab_bytes = min(limit_bytes // 16, max(SLAB_BYTES, limit_bytes // SLABS))
-        self._eighth = -(-block_bytes // EIGHTHS)
         self._block = block_bytes
         # eighths -> number -> slab
         self._slabs: dict[int, dict[int, Slab]] = {eighths: {} for eighths in range(1, EIGHTHS + 1)}
@@ -89,18 +109,18 @@ class SlabPayloads:
             raise DiskError(f"slabs in {path} cannot be opened: {error}") from error
 
     def _slot_bytes(self, eighths: int) -> int:
-        return pages(min(self._eighth * eighths, self._block)) * PAGE_BYTES
+        return slot_bytes(self._block, eighths)
 
     def _eighths(self, length: int) -> int:
-        return -(-length // self._eighth)
+        return eighths_of(self._block, length)
 
     def _slab_path(self, eighths: int, number: int) -> Path:
-        return self._path / f"slab-{eighths}-{number}"
+        return self._path / slab_name(eighths, number)
 
     def _open(self, eighths: int, number: int) -> Slab:
-        slot_bytes = self._slot_bytes(eighths)
-        slots = min(max(1, self._slab_bytes // slot_bytes), 1 << _SLOT_BITS)
-        slab = Slab(self._slab_path(eighths, number), slot_bytes, slots)
+        nbytes = self._slot_bytes(eighths)
+        slots = min(max(1, self._slab_bytes // nbytes), 1 << _SLOT_BITS)
+        slab = Slab(self._slab_path(eighths, number), nbytes, slots)
         self._slabs[eighths][number] = slab
         return slab
 
@@ -108,8 +128,8 @@ class SlabPayloads:
         return [slab for known in list(self._slabs.values()) for slab in list(known.values())]
 
     def _find(self, key: int) -> tuple[Slab | None, int]:
-        at, eighths = divmod(key, EIGHTHS)
-        return self._slabs[eighths + 1].get(at >> _SLOT_BITS), at & ((1 << _SLOT_BITS) - 1)
+        eighths, number, slot = split_key(key)
+        return self._slabs[eighths].get(number), slot
 
     def _by_slab(self, keys: Keys) -> Iterator[tuple[Slab | None, NDArray[np.int64], NDArray[np.int64]]]:
         """Slabs, and which of the keys and slots are theirs; None for a slab that there isn't."""

@@ -1,48 +1,110 @@
-"""Payloads that fail on demand: a real store with a failing disk underneath."""
+"""Payloads and a catalogue that fail, lie, tear and delay on demand: a real store, a bad disk below."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.catalog import BlockRecord, Catalog, UnitRecord
 from kvstore.errors import DiskError
 from kvstore.payloads import Keys, OpenPayloads, Payloads, Place
 from kvstore.payloads.direct import Run
 from kvstore.payloads.kinds import open_lmdb
 
 
-def _open_gate() -> threading.Event:
-    gate = threading.Event()
-    gate.set()
-    return gate
+class Gate:
+    """A point in the course of events: who comes to it is counted, and waits while it is shut.
+
+    So a test puts events in an order of its choosing, without a clock.
+    """
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+        self._open = True
+        self._arrived = 0
+
+    @property
+    def arrived(self) -> int:
+        """How many have come so far, those that wait included."""
+        return self._arrived
+
+    def clear(self) -> None:
+        """Shut it: who comes from now on waits."""
+        self._open = False
+
+    def set(self) -> None:
+        """Open it: all go on."""
+        with self._news:
+            self._open = True
+            self._news.notify_all()
+
+    def come(self) -> None:
+        """Be counted, and wait until it is open."""
+        with self._news:
+            self._arrived += 1
+            self._news.notify_all()
+            self._news.wait_for(lambda: self._open)
+
+    def await_arrivals(self, count: int, timeout: float) -> bool:
+        """Wait until so many have come; False after ``timeout`` seconds."""
+        with self._news:
+            return self._news.wait_for(lambda: self._arrived >= count, timeout)
 
 
 @dataclass(eq=False)
 class Faults:
     """Switches shared by all payloads of a store; may be flipped from any thread, at any time.
 
-    ``open`` is the ``open_payloads`` of ``Store.open`` and ``Embedded``. While a gate is
-    cleared, calls of its kind wait at it: so a test orders events without a clock.
+    ``open`` is the ``open_payloads`` of ``Store.open`` and ``Embedded``. Between a gate's
+    arrivals lies one step of the disk: ``written_gate`` stands between payloads that are
+    durable and the catalogue that names them, ``free_gate`` between a catalogue that has
+    forgotten them and their end.
     """
 
     inner: OpenPayloads = open_lmdb
     fail_writes: bool = False
     fail_reads: bool = False
     fail_frees: bool = False
-    read_gate: threading.Event = field(default_factory=_open_gate)
-    write_gate: threading.Event = field(default_factory=_open_gate)
-    reads: int = 0  # begun
-    writes: int = 0  # begun
+    fail_commits: int = 0  # so many of the catalogue's next commits
+    lie_in_reads: bool = False  # a byte is not what was written, and nobody says so
+    tear_writes: bool = False  # only the first half of each payload reaches the disk, and nobody says so
+    delay: float = 0.0  # seconds that each read and write takes longer
+    read_gate: Gate = field(default_factory=Gate)
+    write_gate: Gate = field(default_factory=Gate)
+    written_gate: Gate = field(default_factory=Gate)
+    free_gate: Gate = field(default_factory=Gate)
+    catalog_gate: Gate = field(default_factory=Gate)  # commits that put something
+    written: set[int] = field(default_factory=set)  # every key that was given out
+
+    @property
+    def reads(self) -> int:
+        """Reads begun."""
+        return self.read_gate.arrived
+
+    @property
+    def writes(self) -> int:
+        """Writes begun."""
+        return self.write_gate.arrived
+
+    @property
+    def commits(self) -> int:
+        """Commits begun that put something."""
+        return self.catalog_gate.arrived
 
     def open(self, path: Path, map_bytes: int, block_bytes: int, first_free: int) -> Payloads:
         """Payloads of ``inner`` behind these switches."""
         return FaultyPayloads(self.inner(path, map_bytes, block_bytes, first_free), self)
 
+    def guard(self, catalog: Catalog) -> Catalog:
+        """The same open catalogue behind these switches."""
+        return FaultyCatalog(catalog, self)
+
 
 class FaultyPayloads:
-    """``inner`` behind the switches of ``Faults``: raises ``DiskError`` where they say so."""
+    """``inner`` behind the switches of ``Faults``."""
 
     def __init__(self, inner: Payloads, faults: Faults) -> None:
         self._inner = inner
@@ -51,22 +113,28 @@ class FaultyPayloads:
 
     def write(self, items: Sequence[Run]) -> list[Place]:
         """See ``Payloads.write``."""
-        self._faults.writes += 1
-        self._faults.write_gate.wait()
+        self._faults.write_gate.come()
+        time.sleep(self._faults.delay)
         if self._faults.fail_writes:
             raise DiskError("injected: the disk cannot be written")
-        return self._inner.write(items)
+        places = self._inner.write([_torn(item) for item in items] if self._faults.tear_writes else items)
+        self._faults.written.update(place.key for place in places)
+        self._faults.written_gate.come()
+        return places
 
     def read_into(self, place: Place, run: Run) -> None:
         """See ``Payloads.read_into``."""
-        self._faults.reads += 1
-        self._faults.read_gate.wait()
+        self._faults.read_gate.come()
+        time.sleep(self._faults.delay)
         if self._faults.fail_reads:
             raise DiskError("injected: the disk cannot be read")
         self._inner.read_into(place, run)
+        if self._faults.lie_in_reads:
+            run.payload[run.length // 2] ^= 0x10
 
     def free(self, keys: Sequence[int]) -> None:
         """See ``Payloads.free``."""
+        self._faults.free_gate.come()
         if self._faults.fail_frees:
             raise DiskError("injected: nothing can be freed")
         self._inner.free(keys)
@@ -90,3 +158,32 @@ class FaultyPayloads:
     def close(self) -> None:
         """See ``Payloads.close``."""
         self._inner.close()
+
+
+class FaultyCatalog(Catalog):
+    """An open catalogue behind the switches of ``Faults``: its commits wait and fail as they say."""
+
+    def __init__(self, inner: Catalog, faults: Faults) -> None:
+        super().__init__(inner._path, inner._file)
+        self._faults = faults
+
+    def commit(
+        self,
+        *,
+        blocks: Sequence[BlockRecord] = (),
+        units: Sequence[UnitRecord] = (),
+        drop_blocks: Sequence[bytes] = (),
+        drop_units: Sequence[bytes] = (),
+    ) -> None:
+        """See ``Catalog.commit``."""
+        if blocks or units:
+            self._faults.catalog_gate.come()
+        if self._faults.fail_commits:
+            self._faults.fail_commits -= 1
+            raise DiskError("injected: the catalogue cannot be written")
+        super().commit(blocks=blocks, units=units, drop_blocks=drop_blocks, drop_units=drop_units)
+
+
+def _torn(item: Run) -> Run:
+    half = item.length // 2
+    return Run.of(item.lead, bytes(item.payload[:half]) + bytes(item.length - half))

@@ -1,1 +1,1 @@
-"""Stubs generated from proto/kvstore/v1/kvstore.proto by proto/generate.sh. Do not edit."""
+"""Stubs generated from proto/kvstore/v1 by proto/generate.sh. Do not edit."""

@@ -70,17 +70,27 @@ class MatchResponse(_message.Message):
     interval: int
     def __init__(self, blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., unit: _Optional[bytes] = ..., unit_blocks: _Optional[int] = ..., stored_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., persist_points: _Optional[_Iterable[_Union[PersistPoint, _Mapping]]] = ..., interval: _Optional[int] = ...) -> None: ...
 
+class Readers(_message.Message):
+    __slots__ = ("group", "count")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    group: bytes
+    count: int
+    def __init__(self, group: _Optional[bytes] = ..., count: _Optional[int] = ...) -> None: ...
+
 class LoadStart(_message.Message):
-    __slots__ = ("namespace", "hashes", "first", "worker")
+    __slots__ = ("namespace", "hashes", "first", "worker", "readers")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     hashes: bytes
     first: int
     worker: Worker
-    def __init__(self, namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., first: _Optional[int] = ..., worker: _Optional[_Union[Worker, _Mapping]] = ...) -> None: ...
+    readers: Readers
+    def __init__(self, namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., first: _Optional[int] = ..., worker: _Optional[_Union[Worker, _Mapping]] = ..., readers: _Optional[_Union[Readers, _Mapping]] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ("start", "returned")

@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.ghosts import GHOST_BYTES, GhostList
+from kvstore.ghosts import GHOST_BYTES, GhostList, Gone
+from kvstore.observer import Departure
 
 
 def name(number: int) -> bytes:
@@ -59,3 +60,23 @@ def test_the_list_is_bounded_and_has_the_chain_seen_last(chains, capacity):
         kept = numbers[:capacity]
         assert all(block in ghosts for block in names(*kept))
         assert all(ghosts.continued(block) for block in names(*kept[:-1]))
+
+
+def test_a_block_that_left_is_remembered_with_why_until_it_is_stored_again():
+    ghosts = GhostList(100 * GHOST_BYTES)
+    ghosts.leave(name(1), Gone(Departure.CAPACITY, 5.0))
+    assert ghosts.gone(name(1)) == Gone(Departure.CAPACITY, 5.0)
+    assert ghosts.gone(name(2)) is None
+    assert name(1) not in ghosts  # it says nothing of where chains part
+    ghosts.forget(name(1))
+    assert ghosts.gone(name(1)) is None
+
+
+def test_blocks_that_left_take_at_most_half_of_the_room():
+    ghosts = GhostList(10 * GHOST_BYTES)
+    ghosts.remember(names(*range(8)))
+    for number in range(100, 120):
+        ghosts.leave(name(number), Gone(Departure.CAPACITY, 0.0))
+    assert len(ghosts) == 10
+    assert [ghosts.gone(block) is not None for block in names(114, 115, 119)] == [False, True, True]
+    assert [block in ghosts for block in names(0, 4, 5)] == [True, True, False]

@@ -1,7 +1,6 @@
 """What is damaged is a miss, a counter and a log line, and the next store heals it."""
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
@@ -21,8 +20,6 @@ from kvstore.errors import (
     DataDirInUse,
     DiskError,
     FormatMismatch,
-    NotReserved,
-    ParentMissing,
 )
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import DEEPSEEK_V3
@@ -44,6 +41,7 @@ from tests.kvstore.blocks import (
     put,
     settings,
     store_chain,
+    stored_again,
     tokens,
     until,
 )
@@ -140,16 +138,6 @@ def test_no_flipped_byte_is_ever_delivered(tmp_path_factory, position, at, codec
         assert reached == at or (codec == "zstd" and reached == BLOCKS)
         assert store_chain(store, worker.namespace, hashes, compressible=True)
         assert load_chain(store, worker.namespace, hashes, compressible=True) == BLOCKS
-
-
-def stored_again(store, namespace, hashes) -> bool:
-    """Store a chain of which blocks may still be found missing meanwhile, until all of it is there."""
-    for _ in range(100):
-        # A refused commit changes nothing, and the worker starts anew.
-        with contextlib.suppress(NotReserved, ParentMissing):
-            if store_chain(store, namespace, hashes) and load_chain(store, namespace, hashes) == len(hashes):
-                return True
-    return False
 
 
 @pytest.mark.parametrize("running", [True, False], ids=["running", "stopped"])

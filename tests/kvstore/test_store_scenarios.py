@@ -5,19 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.api import MissReason
 from kvstore.embedded import Embedded
 from kvstore.errors import NamespaceUnknown
-from kvstore.hashing import ROOT, block_hashes
+from kvstore.hashing import block_hashes
 from kvstore.namespace import Namespace
-from kvstore.settings import MIB
-from kvstore.units import UnitKind, plan_output
+from kvstore.observer import Departure
+from kvstore.units import UnitKind
 from tests.kvstore.blocks import (
-    OTHER,
     SMALL,
     Conversation,
-    end_of,
-    hit,
     load_chain,
     open_store,
     store_chain,
@@ -63,28 +59,6 @@ def rig(request, tmp_path) -> Iterator:
         one.store.close()
 
 
-def test_a_second_turn_hits_the_end_of_the_first_answer(rig):
-    it = rig()
-    prompt, answer = A[:1000], B[:300]
-    first = it.next()
-    first.request(prompt)
-    whole = prompt + answer
-    hashes = block_hashes(first.namespace, whole)
-    (point,) = plan_output(len(prompt), len(whole), interval=0)
-    assert point.tokens == 1280 == (len(whole) - 1) // 64 * 64
-    assert store_chain(it.store, first.namespace, hashes[: point.tokens // 64])
-    second = it.next()
-    assert second.request(whole + C[:200]) == 1280
-
-
-def test_without_intervals_the_second_request_misses_and_the_third_hits_the_common_prefix(rig):
-    it = rig(interval=0)
-    a = A[:1000]
-    assert it.next().request(a + B[:500]) == 0
-    assert it.next().request(a + C[:500]) == 0
-    assert it.next().request(a + D[:500]) == 960
-
-
 def test_with_intervals_the_second_request_hits_the_last_mark_and_the_third_the_common_prefix(rig):
     it = rig(interval=2048)
     a = A[:5000]
@@ -98,14 +72,6 @@ def test_an_input_that_diverges_after_k_intervals_hits_the_kth(rig, k):
     it = rig(interval=512)
     it.next().request(A[:2000])
     assert it.next().request(A[: 512 * k + 100] + B[:800]) == 512 * k
-
-
-@pytest.mark.parametrize("length", [640, 641, 700])
-def test_the_same_prompt_again_uses_all_but_a_token(rig, length):
-    """Of a multiple of 64 all but the last block."""
-    it = rig()
-    assert it.next().request(A[:length]) == 0
-    assert it.next().request(A[:length]) == (length - 1) // 64 * 64
 
 
 def test_a_common_prefix_of_chains_that_were_only_seen_becomes_a_unit(rig):
@@ -130,69 +96,10 @@ def test_a_stored_chain_and_one_that_was_only_seen_behind_it_have_a_common_prefi
         assert [point.tokens for point in points if point.kinds & UnitKind.COMMON_PREFIX] == [640]
 
 
-def test_match_without_the_intent_to_store_changes_nothing(rig):
-    it = rig()
-    worker = it.next()
-    it.store.match(worker.namespace, block_hashes(worker.namespace, A[:1000] + B[:500]), 1500)
-    assert worker.match(A[:1000] + C[:500]).persist_points[0].tokens == 1472
-    worker.request(A[:1000] + B[:500])
-    worker.match(A[:1000] + C[:500])
-    assert it.next().match(A[:1000] + D[:500]).blocks == 0
-
-
-def test_content_shorter_than_a_block_is_never_cached(rig):
-    it = rig()
-    assert it.next().request(A[:63]) == 0
-    match = it.next().match(A[:63])
-    assert (match.blocks, match.reason, match.persist_points) == (0, MissReason.SHORTER_THAN_BLOCK, ())
-
-
 def test_policy_block_hits_at_any_stored_block(rig):
     it = rig(policy="block")
     it.next().request(A[:1000])
     assert it.next().request(A[:500] + B[:500]) == 448
-
-
-def test_a_document_larger_than_the_arena_passes_through_it(rig):
-    it = rig(disk_bytes=64 * MIB)
-    worker = it.next()
-    hashes = block_hashes(worker.namespace, tokens(9, 500))  # 6 MB through 1 MiB
-    assert store_chain(it.store, worker.namespace, hashes)
-    worker = it.next()
-    assert worker.store.match(worker.namespace, hashes, 64 * 500 + 1).blocks == 500
-    assert load_chain(worker.store, worker.namespace, hashes) == 500
-    assert it.store.status().host.used_bytes <= MIB
-
-
-def test_a_load_from_the_middle_brings_the_rest(rig):
-    it = rig()
-    worker = it.next()
-    hashes = block_hashes(worker.namespace, A[:2000])
-    store_chain(it.store, worker.namespace, hashes)
-    worker = it.next()
-    assert load_chain(worker.store, worker.namespace, hashes, first=20) == 31
-    assert load_chain(worker.store, worker.namespace, hashes, first=31) == 31
-
-
-def test_a_load_of_more_than_is_stored_ends_short(rig):
-    it = rig()
-    worker = it.next()
-    hashes = block_hashes(worker.namespace, A[:1280])
-    store_chain(it.store, worker.namespace, hashes[:10])
-    worker = it.next()
-    assert load_chain(worker.store, worker.namespace, hashes) == 10
-    assert load_chain(worker.store, worker.namespace, hashes, first=15) == 10
-
-
-def test_layouts_live_side_by_side(rig):
-    it = rig()
-    it.next().request(A[:1000])
-    wide = Conversation(it.store, OTHER)
-    hashes = block_hashes(wide.namespace, A[:1000])
-    assert store_chain(it.store, wide.namespace, hashes, nbytes=OTHER.block_bytes)
-    worker = it.next()
-    assert hit(it.store, worker.namespace, A[:1000]) == 960
-    assert hit(it.store, Conversation(it.store, OTHER).namespace, A[:1001]) == 960
 
 
 @pytest.mark.parametrize("compressible", [True, False], ids=["compressible", "noise"])
@@ -249,7 +156,7 @@ def test_a_unit_whose_middle_was_evicted_is_invisible(tmp_path):
         store_chain(store, worker.namespace, hashes)
         index = store._store._index
         middle = index.find(hashes[4])
-        store._call(lambda: store._store._writer.free(middle))
+        store._call(lambda: store._store._writer.free(middle, Departure.CAPACITY))
         assert worker.match(A[:641]).stored_blocks == 4
         assert worker.match(A[:641]).blocks == 0
         assert store.check() == []
@@ -257,18 +164,6 @@ def test_a_unit_whose_middle_was_evicted_is_invisible(tmp_path):
         assert worker.match(A[:641]).blocks == 10
     with open_store(tmp_path) as store:
         assert Conversation(store).match(A[:641]).blocks == 10
-
-
-def test_storing_in_pieces_under_one_lease_makes_one_chain(tmp_path):
-    with open_store(tmp_path) as store:
-        worker = Conversation(store)
-        hashes = block_hashes(worker.namespace, A[:640])
-        assert store_chain(store, worker.namespace, hashes[:3])
-        answer = store.reserve(worker.namespace, hashes[2], hashes[3:6])
-        store.release(answer.lease)
-        assert store_chain(store, worker.namespace, hashes, end_of(hashes))
-        assert load_chain(store, worker.namespace, hashes) == 10
-        assert store.reserve(worker.namespace, ROOT, hashes).retry == 0
 
 
 def test_ancestors_are_as_young_as_what_stands_on_them_after_a_restart(tmp_path):

@@ -195,6 +195,11 @@ def flags() -> Iterator[Callable[..., list[str]]]:
         yield make
 
 
+def page_of(daemon: DaemonProcess) -> str:
+    """Where the daemon's HTTP port is, by its ready line."""
+    return daemon.ready.split(" http ")[1].split(",")[0]
+
+
 MODES = ("mapped", "unix-bytes", "tcp-bytes")
 
 

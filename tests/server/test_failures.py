@@ -11,12 +11,14 @@ import textwrap
 import time
 from collections.abc import Callable
 from concurrent import futures
+from contextlib import suppress
 
 import grpc
 import pytest
 import xxhash
 
 from kvstore.api import KVStore, MissReason, ReserveState
+from kvstore.client import Client
 from kvstore.errors import (
     DeadlineExceeded,
     LeaseUnknown,
@@ -160,8 +162,17 @@ def test_a_daemon_that_dies_in_mid_load_ends_it_short(mode: str, fleet: Fleet, f
     assert 0 < delivered < 20
 
 
-def test_a_daemon_that_hangs_costs_a_miss_within_the_deadline(fleet: Fleet, flags: Flags) -> None:
-    daemon = start(fleet, "mapped", flags)
+def circuit(client: Client) -> tuple[int, int]:
+    """How often it opened, and how many calls it refused."""
+    counters = client.status().counters
+    return counters.get("client_circuit_opened", 0), counters.get("client_circuit_refused", 0)
+
+
+@pytest.mark.parametrize("mode", ["mapped", "tcp-bytes"])
+def test_a_daemon_that_hangs_costs_its_deadline_once_and_is_used_again_when_it_answers(
+    mode: str, fleet: Fleet, flags: Flags
+) -> None:
+    daemon = start(fleet, mode, flags)
     client = fleet.connect(daemon.url, timeout=1.0)
     patient = fleet.connect(daemon.url)
     doc = document(patient, 18, layout=BIG)
@@ -171,15 +182,63 @@ def test_a_daemon_that_hangs_costs_a_miss_within_the_deadline(fleet: Fleet, flag
         for batch in load:
             daemon.process.send_signal(signal.SIGSTOP)
             delivered = batch[-1].index + 1
-    assert load.short == delivered < 18
-    assert client.match(doc.namespace, doc.hashes, len(doc.tokens)).reason is MissReason.UNAVAILABLE
+    # As many refusals as calls: not one of them waited for the daemon.
+    for _ in range(100):
+        assert client.match(doc.namespace, doc.hashes, len(doc.tokens)).reason is MissReason.UNAVAILABLE
     assert doc.load(client, timeout=1.0) == 0
-    with pytest.raises(DeadlineExceeded):
-        client.status()
+    for refused in (client.status, lambda: client.reserve(doc.namespace, ROOT, doc.hashes)):
+        with pytest.raises(Unavailable, match="asked no more"):
+            refused()
+    # The load that was cut has opened the circuit: no match had to wait for its own deadline.
+    assert client._transport.breaker.counters()["circuit_refused"] >= 103
     daemon.process.send_signal(signal.SIGCONT)
-    assert document(patient, 18, layout=BIG).load(patient) == 18
-    daemon.wait_for("event=worker_gone")  # the first connection, given up because its slots were unsure
+    assert load.short == delivered <= 18
+    until(lambda: client.match(doc.namespace, doc.hashes, len(doc.tokens)).blocks == 18)
+    assert doc.load(client) == 18
+    assert circuit(client)[0] == 1
+    assert circuit(patient) == (0, 0)
     assert patient.status().leases == 0
+    if mode == "mapped":
+        daemon.wait_for("event=worker_gone")  # the first connection, given up because its slots were unsure
+
+
+def test_a_daemon_that_hangs_before_the_arena_is_mapped_costs_one_deadline_too(
+    fleet: Fleet, flags: Flags
+) -> None:
+    daemon = start(fleet, "mapped", flags)
+    client = fleet.connect(daemon.url, timeout=0.5)
+    doc = document(client, 3)
+    daemon.process.send_signal(signal.SIGSTOP)
+    assert doc.load(client) == 0
+    assert client.match(doc.namespace, doc.hashes, len(doc.tokens)).reason is MissReason.UNAVAILABLE
+    daemon.process.send_signal(signal.SIGCONT)
+    until(lambda: client.match(doc.namespace, doc.hashes, len(doc.tokens)).reason is MissReason.NEVER_SEEN)
+    doc.store(client)
+    assert doc.load(client) == 3
+    assert circuit(client)[0] == 1
+
+
+def test_waiting_for_the_disk_in_vain_says_nothing_against_the_daemon(fleet: Fleet, flags: Flags) -> None:
+    daemon = start(fleet, "mapped", flags)
+    client = fleet.connect(daemon.url)
+    doc = document(client, 1)
+    ticket = doc.store(client, durable=False)
+    with suppress(DeadlineExceeded):
+        client.durable(ticket, timeout=0.0001)
+    assert doc.load(client) == 1
+    assert circuit(client) == (0, 0)
+
+
+def test_a_daemon_restarted_while_the_circuit_is_open_is_used_again(fleet: Fleet, flags: Flags) -> None:
+    daemon = start(fleet, "mapped", flags)
+    client = fleet.connect(daemon.url, timeout=0.5)
+    doc = document(client, 5)
+    doc.store(client)
+    daemon.process.send_signal(signal.SIGSTOP)
+    assert client.match(doc.namespace, doc.hashes, len(doc.tokens)).reason is MissReason.UNAVAILABLE
+    daemon.restart()
+    until(lambda: client.match(doc.namespace, doc.hashes, len(doc.tokens)).blocks == 5)
+    assert doc.load(client) == 5
 
 
 @pytest.mark.parametrize("action", ["fill", "read"])
@@ -285,6 +344,9 @@ class DamagingDaemon(kvstore_pb2_grpc.KVStoreServicer):
     def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: object) -> pb.OpenNamespaceResponse:
         return pb.OpenNamespaceResponse(digest=bytes(32))
 
+    def Status(self, request: pb.StatusRequest, context: object) -> pb.StatusResponse:
+        return pb.StatusResponse(mode="ok")
+
     def Load(self, requests: object, context: object):  # type: ignore[no-untyped-def]
         yield pb.LoadResponse(lease=1)
         data = bytes(SMALL.block_bytes)
@@ -303,6 +365,7 @@ def test_bytes_damaged_on_the_way_end_the_hit_before_them(fleet: Fleet) -> None:
     with client.load(bytes(32), doc.hashes) as load:
         assert [block.index for batch in load for block in batch] == [0]
     assert load.short == 1
+    assert client.status().counters["client_damaged_blocks"] == 1
     server.stop(None).wait()
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
 
-from kvstore.api import MissReason, ReserveState
-from kvstore.hashing import ROOT
+from kvstore.api import MissReason
 from kvstore.layout import preset
 from kvstore.remote_load import ByteLoad, MappedLoad
 from tests.server.conftest import MODES, Fleet, document, flag_maker, start
@@ -76,19 +74,6 @@ def test_a_document_larger_than_the_arena_passes_through_it(mode: str, fleet: Fl
     assert client.match(doc.namespace, doc.hashes, len(doc.tokens)).blocks == 16
 
 
-@pytest.mark.parametrize("mode", ["mapped", "tcp-bytes"])
-def test_leaving_a_load_early_leaves_nothing_held(mode: str, fleet: Fleet, urls: Urls) -> None:
-    client = fleet.connect(urls(mode))
-    doc = document(client, 12, seed=300, layout=preset("deepseek-v3", num_layers=30))
-    doc.store(client)
-    for _ in range(3):
-        with client.load(doc.namespace, doc.hashes) as load:
-            next(iter(load))
-        assert load.short is None
-    assert doc.load(client) == 12
-    assert client.status().leases == 0
-
-
 def test_a_view_ends_with_its_step_of_the_iteration(fleet: Fleet, urls: Urls) -> None:
     client = fleet.connect(urls("mapped"))
     doc = document(client, 3, seed=400)
@@ -97,58 +82,6 @@ def test_a_view_ends_with_its_step_of_the_iteration(fleet: Fleet, urls: Urls) ->
         kept = [block.data for batch in load for block in batch]
     with pytest.raises(ValueError, match="released"):
         bytes(kept[0])
-
-
-def test_loaded_views_are_read_only(fleet: Fleet, urls: Urls) -> None:
-    client = fleet.connect(urls("mapped"))
-    doc = document(client, 1, seed=500)
-    doc.store(client)
-    with client.load(doc.namespace, doc.hashes) as load:
-        for batch in load:
-            assert batch[0].data.readonly
-
-
-@pytest.mark.parametrize("mode", ["mapped", "tcp-bytes"])
-def test_a_load_of_more_than_is_stored_ends_short(mode: str, fleet: Fleet, urls: Urls) -> None:
-    client = fleet.connect(urls(mode))
-    doc = document(client, 6, seed=600)
-    stored = document(client, 4, seed=600)
-    stored.store(client)
-    assert doc.hashes[:4] == stored.hashes
-    with client.load(doc.namespace, doc.hashes) as load:
-        assert sum(len(batch) for batch in load) == 4
-        assert load.short == 4
-
-
-def test_reserve_says_what_is_present_and_what_another_worker_fills(fleet: Fleet, urls: Urls) -> None:
-    url = urls("mapped")
-    one, two = fleet.connect(url), fleet.connect(url)
-    doc = document(one, 4, seed=700)
-    document(one, 2, seed=700).store(one)
-    first = one.reserve(doc.namespace, ROOT, doc.hashes[:3])
-    second = two.reserve(document(two, 4, seed=700).namespace, ROOT, doc.hashes)
-    present, pending, fill = ReserveState.PRESENT, ReserveState.PENDING, ReserveState.FILL
-    assert [block.state for block in first.blocks] == [present, present, fill]
-    assert [block.state for block in second.blocks] == [present, present, pending, fill]
-
-
-@pytest.mark.parametrize("mode", ["mapped", "tcp-bytes"])
-def test_threads_may_share_a_client(mode: str, fleet: Fleet, urls: Urls) -> None:
-    client = fleet.connect(urls(mode))
-    loaded: list[int] = []
-
-    def work(seed: int) -> None:
-        doc = document(client, 8, seed=800 + seed)
-        doc.store(client)
-        loaded.append(doc.load(client))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert loaded == [8] * 6
-    assert client.status().leases == 0
 
 
 def test_the_status_counts_calls_by_their_outcome(fleet: Fleet, flags: Flags) -> None:

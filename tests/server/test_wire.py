@@ -17,8 +17,8 @@ from kvstore.hashing import HASH_BYTES
 from kvstore.units import PersistPoint, UnitKind, UnitMark
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1 import kvstore_pb2_grpc
-from server.metrics import RequestCounters
 from server.service import KVStoreService, answered
+from server.tally import Tally
 
 CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVStoreError)]
 COUNTS = st.integers(0, (1 << 32) - 1)
@@ -129,11 +129,11 @@ class BrokenService(KVStoreService):
 def test_an_unexpected_failure_is_internal_counted_logged_and_costs_one_call(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    requests = RequestCounters()
+    tally = Tally()
 
     async def call() -> grpc.aio.AioRpcError:
         server = grpc.aio.server()
-        kvstore_pb2_grpc.add_KVStoreServicer_to_server(BrokenService(None, None, requests), server)
+        kvstore_pb2_grpc.add_KVStoreServicer_to_server(BrokenService(None, None, tally), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -147,4 +147,4 @@ def test_an_unexpected_failure_is_internal_counted_logged_and_costs_one_call(
     assert error.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in (error.details() or "")
     assert "ZeroDivisionError" in caplog.text
-    assert requests.snapshot() == {"rpc_status_internal": 1}
+    assert tally.call_counters() == {"rpc_status_internal": 1}

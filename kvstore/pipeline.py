@@ -1,0 +1,145 @@
+"""Batches on their way to the disk: hashed, made durable, named in the catalogue.
+
+Each stage has one thread of its own, so that one batch is hashed while the next older one
+is written and that before it is named. What must not overlap never does: the catalogue
+is touched by one thread alone, and so are the payloads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar, TypeVarTuple
+
+from kvstore.catalog import UnitRecord
+from kvstore.disk import DiskTier, Encoded, Freed, NewBlock, Stored
+from kvstore.errors import DiskError
+from kvstore.layout import LatentLayout
+from kvstore.namespace import Namespace
+
+Args = TypeVarTuple("Args")
+Result = TypeVar("Result")
+
+DEPTH = 3  # batches under way: one in each stage
+
+
+@dataclass(eq=False)
+class Batch:
+    """What one catalogue transaction brings to the disk, and what leaves the disk before it."""
+
+    rows: dict[int, int]  # row -> slot, both held until the batch has ended
+    layout: LatentLayout | None  # of all blocks; None if there are none
+    blocks: list[NewBlock]  # in the order of rows
+    nbytes: int  # of disk that the blocks take at most
+    freed: list[Freed] = field(default_factory=list)
+    before: Batch | None = None  # the batch that must be named first
+    written: bool = False  # its payloads are durable
+    done: asyncio.Event = field(default_factory=asyncio.Event)  # ended, well or not
+    failed: bool = False
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of each block; 0 if there are none."""
+        return self.layout.block_bytes if self.layout is not None else 0
+
+
+class Pipeline:
+    """Takes batches to the disk in their order. Owned by the store's event loop.
+
+    ``batches`` are those under way, oldest first; only the oldest is ever being named. A batch
+    that fails takes all behind it along: they may stand on its blocks. So a block is never in
+    the catalogue before its parent, and what failed can be queued again in its old order.
+    """
+
+    def __init__(self, disk: DiskTier, on_written: Callable[[], None]) -> None:
+        """``on_written`` is called when a batch's payloads are durable, so the disk has time for the next."""
+        self._disk = disk
+        self._on_written = on_written
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="latentkv-hash")
+        self._payloads = ThreadPoolExecutor(1, thread_name_prefix="latentkv-write")
+        self._catalog = ThreadPoolExecutor(1, thread_name_prefix="latentkv-name")
+        self.batches: deque[Batch] = deque()
+
+    @property
+    def full(self) -> bool:
+        """Whether no further batch may be under way."""
+        return len(self.batches) >= DEPTH
+
+    @property
+    def writing(self) -> bool:
+        """Whether a batch has still to pass the payloads' thread."""
+        return any(not batch.written for batch in self.batches)
+
+    @property
+    def rows(self) -> int:
+        """Blocks under way."""
+        return sum(len(batch.rows) for batch in self.batches)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of disk that the blocks under way take at most."""
+        return sum(batch.nbytes for batch in self.batches)
+
+    def carries(self, row: int) -> bool:
+        """Whether this row's block is under way."""
+        return any(row in batch.rows for batch in self.batches)
+
+    def enter(self, batch: Batch) -> None:
+        """The batch is under way, behind the others, until ``leave``."""
+        batch.before = self.batches[-1] if self.batches else None
+        self.batches.append(batch)
+
+    def leave(self, batch: Batch, *, failed: bool) -> None:
+        """The batch has ended, all that it changed on the loop included."""
+        self.batches.remove(batch)
+        batch.before = None
+        batch.failed = failed
+        batch.done.set()
+
+    async def place(self, batch: Batch) -> list[Stored]:
+        """Free what leaves and make the batch's payloads durable; then wait until it is the oldest.
+
+        Raises ``DiskError``, also when a batch before it failed; its payloads are freed then.
+        """
+        stored = await self._write(batch)
+        batch.written = True
+        self._on_written()
+        if batch.before is not None:
+            await batch.before.done.wait()
+            if batch.before.failed:
+                self._disk.forsake(batch.block_bytes, stored)
+                raise DiskError("a batch before this one could not be written; this one is written again")
+        return stored
+
+    async def _write(self, batch: Batch) -> list[Stored]:
+        encoded: list[Encoded] = []
+        if batch.layout is not None:
+            encoded = await self._in(self._hashing, self._disk.encode, batch.layout, batch.blocks)
+        if batch.freed:
+            await self._in(self._catalog, self._disk.forget, batch.freed)
+            await self._in(self._payloads, self._disk.free, batch.freed)
+            batch.freed = []
+        return await self._in(self._payloads, self._disk.put, batch.block_bytes, encoded)
+
+    async def name(self, batch: Batch, stored: Sequence[Stored], units: Sequence[UnitRecord]) -> None:
+        """Name what ``place`` made durable, and units, in one transaction. Raises ``DiskError``."""
+        await self._in(self._catalog, self._disk.name, batch.block_bytes, batch.blocks, stored, units)
+
+    async def missing(self, block_bytes: int, places: Sequence[int]) -> set[int]:
+        """Which of these places hold nothing any more. Raises ``DiskError``."""
+        return await self._in(self._payloads, self._disk.missing, block_bytes, places)
+
+    async def add_namespace(self, namespace: Namespace) -> tuple[int, bytes]:
+        """See ``DiskTier.add_namespace``."""
+        return await self._in(self._catalog, self._disk.add_namespace, namespace)
+
+    async def _in(self, thread: ThreadPoolExecutor, work: Callable[[*Args], Result], *args: *Args) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(thread, work, *args)
+
+    async def close(self) -> None:
+        """End the threads; no batch may be under way."""
+        for thread in (self._hashing, self._payloads, self._catalog):
+            await asyncio.to_thread(thread.shutdown)

@@ -1,0 +1,1 @@
+"""The commands of ``latentkv``, a module for each noun."""

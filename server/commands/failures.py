@@ -1,0 +1,34 @@
+"""How commands end: exit codes, and an error of one line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import typer
+
+from kvstore.errors import KVStoreError, Unavailable
+
+NO = 1  # the answer is no: not ready, faults found
+WRONG = 2  # a wrong argument or setting, or something in the way
+AWAY = 3  # the daemon did not answer
+
+
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """Turn what a command may raise into one line on stderr and an exit code."""
+    try:
+        yield
+    except Unavailable as error:
+        fail(str(error), AWAY)
+    except KVStoreError as error:
+        fail(str(error), WRONG)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        fail(f"{error.strerror or error}{where}", WRONG)
+
+
+def fail(message: str, code: int) -> None:
+    """Say why in one line, and exit."""
+    typer.echo(f"latentkv: {message}", err=True)
+    raise typer.Exit(code)

@@ -1,0 +1,36 @@
+"""``latentkv serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from server.commands.failures import one_line
+from server.commands.settings import Given, with_settings
+from server.config import Config
+from server.lifecycle import Daemon
+
+
+@with_settings
+def serve(given: Given) -> None:
+    """Serve a data directory until SIGTERM.
+
+    Each setting may also come from LATENTKV_<NAME> or from the TOML file; flags win over
+    the environment, and that over the file.
+    """
+    with one_line():
+        _serve(given.load())
+
+
+def _serve(config: Config) -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=config.log_level.upper(),
+        format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s",
+    )
+
+    async def run() -> None:
+        await Daemon(config).run()
+
+    asyncio.run(run())

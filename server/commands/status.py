@@ -1,0 +1,159 @@
+"""``latentkv status`` and ``latentkv top``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from server.commands.daemon import AsJson, Data, Url, address, ask_report
+from server.commands.failures import NO, one_line
+
+Report = dict[str, Any]
+
+
+def status(listen: Url = None, data: Data = None, as_json: AsJson = False) -> None:
+    """Say how the daemon is: tiers, hits by tenant, misses by reason, faults. Exit 1 if it is not ready."""
+    with one_line():
+        report = ask_report(address(listen, data))
+    if as_json:
+        print(json.dumps(report))
+    else:
+        Console().print(_shown(report, None))
+    if report["why_not"]:
+        raise typer.Exit(NO)
+
+
+def top(
+    listen: Url = None,
+    data: Data = None,
+    as_json: AsJson = False,
+    seconds: Annotated[float, typer.Option(help="Time between looks.", min=0.1)] = 2.0,
+    looks: Annotated[int, typer.Option(help="How many looks; 0 is until Ctrl-C.", min=0)] = 0,
+) -> None:
+    """Watch the daemon live. With --json, a report a line."""
+    with one_line():
+        url = address(listen, data)
+        try:
+            if as_json:
+                _watch(url, seconds, looks, lambda report, before: print(json.dumps(report), flush=True))
+            else:
+                with Live(console=Console(), auto_refresh=False) as live:
+                    _watch(url, seconds, looks, lambda *r: live.update(_shown(*r), refresh=True))
+        except KeyboardInterrupt:
+            raise typer.Exit from None
+
+
+def _watch(url: str, seconds: float, looks: int, show: Callable[[Report, Report | None], None]) -> None:
+    before, count = None, 0
+    while True:
+        report = ask_report(url)
+        show(report, before)
+        before, count = report, count + 1
+        if count == looks:
+            return
+        time.sleep(seconds)
+
+
+def _shown(report: Report, before: Report | None) -> Group:
+    parts: list[RenderableType] = [_headline(report), _tiers(report), _work(report, before)]
+    parts += [table for table in (_tenants(report, before), _misses(report), _faults(report)) if table]
+    return Group(*parts)
+
+
+def _headline(report: Report) -> Text:
+    state = report["why_not"] or ("disk cannot be written" if report["mode"] == "host_only" else "ready")
+    style = "green" if state == "ready" else "bold red"
+    text = Text(f"latentkv {report['release']} at {report['address']}: ")
+    text.append(state, style)
+    return text.append(f", up {_duration(report['at'] - report['started'])}, data {report['data']}\n")
+
+
+def _tiers(report: Report) -> Table:
+    table = Table("tier", "", "used", "of", "blocks", box=None)
+    for tier in report["tiers"]:
+        used, capacity = tier["used_bytes"], tier["capacity_bytes"]
+        bar = ProgressBar(total=capacity, completed=used, width=30)
+        table.add_row(tier["tier"].upper(), bar, size(used), size(capacity), f"{tier['blocks']:,}")
+    return table
+
+
+def _work(report: Report, before: Report | None) -> Text:
+    text = (
+        f"{report['units']:,} units, {report['leases']:,} leases, {report['dirty_blocks']:,} unwritten blocks"
+    )
+    if before is not None and report["at"] > before["at"]:
+        loaded, written = (
+            (report["totals"][name] - before["totals"][name]) / (report["at"] - before["at"])
+            for name in ("loaded_bytes", "written_bytes")
+        )
+        text += f"; loads {size(loaded)}/s, writes {size(written)}/s"
+    return Text(f"{text}\n")
+
+
+def _tenants(report: Report, before: Report | None) -> Table | None:
+    """By tenant since the daemon's start; for ``top`` the hit rate since the last look beside it."""
+    if not report["tenants"]:
+        return None
+    then = {each["tenant"]: each for each in before["tenants"]} if before else {}
+    table = Table("tenant", "matches", "hit rate", "now", "hit tokens", "saved", box=None)
+    for each in report["tenants"]:
+        past = then.get(each["tenant"], {"hit_tokens": 0, "miss_tokens": 0})
+        hit, miss = (each[name] - past[name] for name in ("hit_tokens", "miss_tokens"))
+        table.add_row(
+            each["tenant"],
+            f"{each['matches']:,}",
+            rate(each["hit_tokens"], each["miss_tokens"]),
+            rate(hit, miss) if before else "",
+            f"{each['hit_tokens']:,}",
+            _duration(each["saved_seconds"]) if each["saved_seconds"] else "",
+        )
+    return table
+
+
+def _misses(report: Report) -> Table | None:
+    short = [each for each in report["misses"] if each["reason"] != "none"]
+    if not short:
+        return None
+    table = Table("miss reason", "matches", "tokens", box=None)
+    for each in short:
+        table.add_row(each["reason"], f"{each['matches']:,}", f"{each['tokens']:,}")
+    return table
+
+
+def _faults(report: Report) -> Table | None:
+    if not report["faults"]:
+        return None
+    table = Table("fault", "when", "details", box=None)
+    for each in report["faults"][:5]:
+        table.add_row(each["event"], time.strftime("%F %T", time.localtime(each["at"])), each["details"])
+    return table
+
+
+def rate(hit: int, miss: int) -> str:
+    """Share of the tokens that hit."""
+    return f"{hit / (hit + miss):.1%}" if hit + miss else "-"
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def _duration(seconds: float) -> str:
+    for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {name}"
+    return f"{seconds:.0f} s"

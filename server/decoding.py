@@ -1,0 +1,47 @@
+"""Requests that are no message of their verb: they reach the service, which refuses and counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvstore import wire
+
+_Deserialize = Callable[[bytes], Any]
+
+
+class Decoding(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Makes a ``DecodeError`` of a unary request the request itself.
+
+    gRPC would answer UNKNOWN and write a traceback for each. In a stream the error comes where
+    the service reads it.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """See ``grpc.aio.ServerInterceptor``."""
+        handler = await continuation(handler_call_details)
+        ours = handler_call_details.method.startswith(f"/{wire.SERVICE}/")
+        if handler is None or handler.unary_unary is None or not ours:
+            return handler
+        return grpc.unary_unary_rpc_method_handler(
+            handler.unary_unary,
+            request_deserializer=_error_or(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _error_or(deserialize: _Deserialize) -> _Deserialize:
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return error
+
+    return read

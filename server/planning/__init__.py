@@ -1,0 +1,1 @@
+"""What size to buy: a request trace against sizes of the cache, without any bytes."""

@@ -1,0 +1,177 @@
+"""What a daemon says of itself to people: the JSON behind the status page, ``status`` and ``top``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+from kvstore.api import Status, Tier
+from kvstore.survey import NamespaceSurvey, Survey, UnitSurvey
+from kvstore.units import UnitKind
+from server.faults import Fault
+from server.history import Sample
+from server.tally import Miss, TenantTally, Worth
+
+TOP_UNITS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """Use of a tier, in bytes and blocks."""
+
+    tier: str
+    used_bytes: int
+    capacity_bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantReport:
+    """One tenant since the daemon's start."""
+
+    tenant: str
+    matches: int
+    hit_tokens: int
+    miss_tokens: int
+    loaded_tokens: int
+    saved_seconds: float
+    saved_money: float
+
+
+@dataclass(frozen=True, slots=True)
+class MissReport:
+    """How often prompts fell short for one reason, and by how many tokens."""
+
+    reason: str
+    matches: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceReport:
+    """One namespace; ``digest`` is shortened."""
+
+    tenant: str
+    model: str
+    digest: str
+    blocks: int
+    host_blocks: int
+    disk_bytes: int
+    units: int
+    hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitReport:
+    """One unit; ``hash`` is shortened. Times in unix seconds."""
+
+    hash: str
+    tenant: str
+    model: str
+    kinds: list[str]
+    tokens: int
+    nbytes: int
+    hits: int
+    saved_tokens: int
+    created: float
+    used: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything. ``why_not`` says why it is not ready, None if it is; times in unix seconds."""
+
+    release: str
+    address: str
+    data: str
+    at: float
+    started: float
+    why_not: str | None
+    mode: str
+    pinned: bool
+    tiers: list[TierReport]
+    dirty_blocks: int
+    leases: int
+    units: int
+    totals: Sample
+    tenants: list[TenantReport]
+    misses: list[MissReport]
+    recent_misses: list[Miss]
+    namespaces: list[NamespaceReport]
+    heaviest: list[UnitReport]
+    most_valuable: list[UnitReport]
+    history: list[Sample]
+    faults: list[Fault]
+    counters: dict[str, int]
+
+    def to_json(self) -> str:
+        """One JSON object with the fields above."""
+        return json.dumps(asdict(self))
+
+
+def tiers_of(status: Status) -> list[TierReport]:
+    """HOST and DISK."""
+    named = ((Tier.HOST, status.host), (Tier.DISK, status.disk))
+    return [TierReport(tier.value, of.used_bytes, of.capacity_bytes, of.blocks) for tier, of in named]
+
+
+def tenants_of(tenants: dict[str, TenantTally], worth: Worth) -> list[TenantReport]:
+    """Those who asked for most first."""
+    found = [
+        TenantReport(
+            tenant=name,
+            matches=tally.matches.total(),
+            hit_tokens=tally.hit_tokens.total(),
+            miss_tokens=tally.miss_tokens.total(),
+            loaded_tokens=tally.loaded_tokens.total(),
+            saved_seconds=tally.saved_seconds,
+            saved_money=worth.money(tally.saved_seconds),
+        )
+        for name, tally in tenants.items()
+    ]
+    return sorted(found, key=lambda each: -(each.hit_tokens + each.miss_tokens))
+
+
+def misses_of(tenants: dict[str, TenantTally]) -> list[MissReport]:
+    """By reason, the costliest first; ``none`` are the tokens that are always computed."""
+    matches: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for tally in tenants.values():
+        matches.update({reason.value: count for reason, count in tally.matches.items()})
+        tokens.update({reason.value: count for reason, count in tally.miss_tokens.items()})
+    return [MissReport(reason, matches[reason], count) for reason, count in tokens.most_common()]
+
+
+def namespaces_of(survey: Survey) -> list[NamespaceReport]:
+    """The largest on disk first."""
+    return [_namespace(each) for each in sorted(survey.namespaces, key=lambda each: -each.disk_bytes)]
+
+
+def _namespace(found: NamespaceSurvey) -> NamespaceReport:
+    return NamespaceReport(
+        tenant=found.namespace.tenant,
+        model=found.namespace.model,
+        digest=found.digest[:6].hex(),
+        blocks=found.blocks,
+        host_blocks=found.host_blocks,
+        disk_bytes=found.disk_bytes,
+        units=found.units,
+        hits=found.hits,
+    )
+
+
+def unit_report(unit: UnitSurvey) -> UnitReport:
+    """A unit in its JSON form."""
+    return UnitReport(
+        hash=unit.hash[:6].hex(),
+        tenant=unit.namespace.tenant,
+        model=unit.namespace.model,
+        kinds=[str(kind.name).lower() for kind in UnitKind(unit.kinds)],
+        tokens=unit.tokens,
+        nbytes=unit.nbytes,
+        hits=unit.hits,
+        saved_tokens=unit.saved_tokens,
+        created=unit.created,
+        used=unit.used,
+    )

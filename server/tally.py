@@ -1,0 +1,196 @@
+"""What the daemon has seen since its start: who asked, what hit, what moved, what it saved.
+
+Written by the event loop (``read`` and ``wrote`` also by I/O threads), a few plain
+additions for each call; whoever shows it takes a copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
+
+from kvstore.api import Match, MissReason, Tier
+from kvstore.observer import Departure
+
+# A gauge beside each histogram, of no use here.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+KEPT_MISSES = 50
+_SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60)
+_BYTES = tuple(4.0**power for power in range(8, 18))  # 64 KiB to 16 GiB
+_AGES = (60, 600, 3600, 6 * 3600, 86400, 3 * 86400, 7 * 86400, 30 * 86400)
+_HITS = (0, 1, 2, 5, 10, 20, 50, 100, 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What a loaded token is worth: ``prefill_rate`` in tokens a second, ``gpu_hour_price`` in your money.
+
+    0 stands for unknown; then nothing is said of what was saved.
+    """
+
+    prefill_rate: float = 0.0
+    gpu_hour_price: float = 0.0
+
+    def saved_seconds(self, tokens: int, load_seconds: float) -> float:
+        """Prefill time that a load made needless, less the time it took."""
+        return max(tokens / self.prefill_rate - load_seconds, 0.0) if self.prefill_rate else 0.0
+
+    def money(self, seconds: float) -> float:
+        """Price of so many seconds on a GPU."""
+        return seconds / 3600 * self.gpu_hour_price
+
+
+@dataclass(slots=True)
+class TenantTally:
+    """One tenant's requests. Tokens by tier and by the reason why a match fell short."""
+
+    matches: Counter[MissReason] = field(default_factory=Counter)
+    hit_tokens: Counter[Tier] = field(default_factory=Counter)
+    miss_tokens: Counter[MissReason] = field(default_factory=Counter)
+    loaded_tokens: Counter[Tier] = field(default_factory=Counter)
+    saved_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A prompt that fell short. ``at`` in unix seconds."""
+
+    at: float
+    tenant: str
+    tokens: int
+    hit_tokens: int
+    reason: MissReason
+
+
+class Histograms:
+    """Distributions: bytes and seconds of each step, and what left the disk."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.seconds = Histogram(
+            "latentkv_step_duration_seconds",
+            "Time of one step",
+            ("step",),
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.nbytes = Histogram(
+            "latentkv_step_size_bytes", "Bytes of one step", ("step",), registry=registry, buckets=_BYTES
+        )
+        self.idle = Histogram(
+            "latentkv_evicted_block_idle_seconds",
+            "Time since the last use of a block that left the disk",
+            ("cause",),
+            registry=registry,
+            buckets=_AGES,
+        )
+        self.age = Histogram(
+            "latentkv_evicted_unit_age_seconds",
+            "Age of a unit that left the disk",
+            ("cause",),
+            registry=registry,
+            buckets=_AGES,
+        )
+        self.hits = Histogram(
+            "latentkv_evicted_unit_hits",
+            "How often a unit was hit until it left the disk",
+            ("cause",),
+            registry=registry,
+            buckets=_HITS,
+        )
+        # Made once: looking a labelled child up costs more than observing it.
+        self.idle_of = {why: self.idle.labels(why) for why in Departure}
+        self.age_of = {why: self.age.labels(why) for why in Departure}
+        self.hits_of = {why: self.hits.labels(why) for why in Departure}
+        self.seconds_of = {step: self.seconds.labels(step) for step in STEPS}
+        self.bytes_of = {step: self.nbytes.labels(step) for step in ("load", "disk_read", "disk_write")}
+
+
+STEPS = ("match", "load", "reserve", "commit", "disk_read", "disk_write")
+
+
+class Tally:
+    """A ``kvstore.observer.Observer`` that also hears of the calls themselves."""
+
+    def __init__(self, worth: Worth | None = None) -> None:
+        self.worth = worth or Worth()
+        self.registry = CollectorRegistry()
+        self.started = time.time()
+        self.calls: Counter[tuple[str, str]] = Counter()  # (verb, gRPC status)
+        self.tenants: dict[str, TenantTally] = {}
+        self.misses: deque[Miss] = deque(maxlen=KEPT_MISSES)
+        self.loaded_bytes = 0
+        self._histograms = Histograms(self.registry)
+
+    def tenant(self, name: str) -> TenantTally:
+        """The tenant's own figures."""
+        found = self.tenants.get(name)
+        if found is None:
+            found = self.tenants[name] = TenantTally()
+        return found
+
+    # --- calls
+
+    def answered(self, verb: str, status: str) -> None:
+        """One call of ``verb`` ended with the gRPC status named ``status``."""
+        self.calls[verb, status] += 1
+
+    def took(self, step: str, seconds: float) -> None:
+        """One of ``STEPS`` is done."""
+        self._histograms.seconds_of[step].observe(seconds)
+
+    def matched(self, tenant: str, tokens: int, block_tokens: int, match: Match) -> None:
+        """A prompt of so many tokens was matched."""
+        figures = self.tenant(tenant)
+        hit = match.blocks * block_tokens
+        figures.matches[match.reason] += 1
+        figures.hit_tokens[Tier.HOST] += match.host_blocks * block_tokens
+        figures.hit_tokens[Tier.DISK] += match.disk_blocks * block_tokens
+        figures.miss_tokens[match.reason] += tokens - hit
+        if match.reason is not MissReason.NONE:
+            self.misses.append(Miss(time.time(), tenant, tokens, hit, match.reason))
+
+    def loaded(self, tenant: str, host_tokens: int, disk_tokens: int, nbytes: int, seconds: float) -> None:
+        """A load has ended that delivered so many tokens from each tier."""
+        figures = self.tenant(tenant)
+        figures.loaded_tokens[Tier.HOST] += host_tokens
+        figures.loaded_tokens[Tier.DISK] += disk_tokens
+        figures.saved_seconds += self.worth.saved_seconds(host_tokens + disk_tokens, seconds)
+        self.loaded_bytes += nbytes
+        self._histograms.bytes_of["load"].observe(nbytes)
+        self.took("load", seconds)
+
+    # --- behind the verbs
+
+    def read(self, nbytes: int, seconds: float) -> None:
+        """See ``Observer``."""
+        self._histograms.bytes_of["disk_read"].observe(nbytes)
+        self.took("disk_read", seconds)
+
+    def wrote(self, nbytes: int, seconds: float) -> None:
+        """See ``Observer``."""
+        self._histograms.bytes_of["disk_write"].observe(nbytes)
+        self.took("disk_write", seconds)
+
+    def block_left(self, why: Departure, idle_seconds: float) -> None:
+        """See ``Observer``."""
+        self._histograms.idle_of[why].observe(idle_seconds)
+
+    def unit_left(self, why: Departure, age_seconds: float, hits: int) -> None:
+        """See ``Observer``."""
+        self._histograms.age_of[why].observe(age_seconds)
+        self._histograms.hits_of[why].observe(hits)
+
+    # --- sums
+
+    def step_bytes(self, step: str) -> int:
+        """All bytes that a step has moved."""
+        samples = self._histograms.bytes_of[step].collect()
+        return int(sum(s.value for metric in samples for s in metric.samples if s.name.endswith("_sum")))
+
+    def call_counters(self) -> dict[str, int]:
+        """Calls by verb and status, named ``rpc_match_ok`` and the like."""
+        return {f"rpc_{verb}_{status}".lower(): count for (verb, status), count in self.calls.items()}

@@ -1,0 +1,268 @@
+"""``latentkv check``: what it finds, what it drops, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvstore.catalog import BlockRecord, Catalog
+from kvstore.checking import check
+from kvstore.embedded import Embedded
+from kvstore.errors import DataDirError
+from kvstore.hashing import block_hashes
+from kvstore.namespace import Namespace
+from kvstore.payloads.direct import Run
+from kvstore.payloads.kinds import OPEN
+from kvstore.settings import MIB, PayloadKind, StoreSettings
+from kvstore.testing.chains import OTHER, SMALL, content, load_chain, store_chain, tokens
+from server.cli import app
+from tests.server.conftest import Fleet, document, start
+
+SIZE = SMALL.block_bytes
+BLOCKS = 12
+KINDS: tuple[PayloadKind, ...] = ("lmdb", "slab")
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+
+class Made:
+    """A closed store with a chain of twelve blocks that forks behind the eighth, and units at both ends."""
+
+    def __init__(self, path: Path, kind: PayloadKind) -> None:
+        self.path = path
+        self.settings = StoreSettings(
+            path, host_bytes=MIB, disk_bytes=16 * MIB, interval=0, payloads=kind, codec="zstd"
+        )
+        with Embedded(self.settings) as store:
+            self.namespace = store.open_namespace(Namespace(layout=SMALL))
+            self.hashes = block_hashes(self.namespace, tokens(1, BLOCKS))
+            self.fork = block_hashes(self.namespace, tokens(1, BLOCKS)[: 64 * 8] + tokens(2, 4))
+            for chain in (self.hashes, self.fork):
+                assert store_chain(store, self.namespace, chain)
+            other = store.open_namespace(Namespace(layout=OTHER))
+            wide = block_hashes(other, tokens(3, 3))
+            assert store_chain(store, other, wide, nbytes=OTHER.block_bytes, compressible=True)
+
+    @property
+    def files(self) -> list[Path]:
+        return [file for file in (self.path / "payloads" / str(SIZE)).iterdir() if file.name != "lock.mdb"]
+
+    def catalog(self) -> Catalog:
+        return Catalog.open(self.path / "catalog", 4 * MIB)
+
+    def record(self, block: bytes) -> BlockRecord:
+        catalog = self.catalog()
+        (fields,) = [one for chunk in catalog.blocks() for one in chunk.tolist() if one[0] == block]
+        catalog.close()
+        return BlockRecord(*fields)
+
+    def commit(self, **changes: object) -> None:
+        catalog = self.catalog()
+        catalog.commit(**changes)  # type: ignore[arg-type]
+        catalog.close()
+
+    def usable(self) -> tuple[int, int]:
+        """Leading blocks of both chains that a store brings, each byte right."""
+        with Embedded(self.settings) as store:
+            assert store.check() == []
+            return tuple(load_chain(store, self.namespace, chain) for chain in (self.hashes, self.fork))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def made(tmp_path: Path, kind: PayloadKind) -> Made:
+    return Made(tmp_path / "data", kind)
+
+
+def flip(made: Made) -> None:
+    stored = content(made.hashes[9], SIZE)
+    for file in made.files:
+        at = file.read_bytes().find(stored)
+        if at >= 0:
+            with open(file, "r+b") as damaged:
+                damaged.seek(at + 5000)
+                damaged.write(bytes([stored[5000] ^ 1]))
+
+
+def truncate(made: Made) -> None:
+    for file in made.files:
+        os.truncate(file, 8192)
+
+
+def delete(made: Made) -> None:
+    for file in made.files:
+        file.unlink()
+
+
+def delete_directory(made: Made) -> None:
+    shutil.rmtree(made.path / "payloads" / str(SIZE))
+
+
+def lose_parent(made: Made) -> None:
+    made.commit(drop_blocks=[made.hashes[9]])
+
+
+def lose_last_block(made: Made) -> None:
+    made.commit(drop_blocks=[made.hashes[-1]])
+
+
+def misplace_unit(made: Made) -> None:
+    catalog = made.catalog()
+    units = [replace(unit, tokens=64) for unit in catalog.units() if unit.hash == made.hashes[-1]]
+    catalog.commit(units=units)
+    catalog.close()
+
+
+def lose_namespace(made: Made) -> None:
+    made.commit(blocks=[replace(made.record(made.hashes[-1]), namespace=99)])
+
+
+def wrong_depth(made: Made) -> None:
+    made.commit(blocks=[replace(made.record(made.hashes[10]), depth=9)])
+
+
+def take_place(made: Made) -> None:
+    theirs = made.record(made.fork[11])
+    made.commit(blocks=[replace(made.record(made.hashes[11]), place=theirs.place, page=theirs.page)])
+
+
+def damage_record(made: Made) -> None:
+    file = made.path / "catalog" / "data.mdb"
+    data = bytearray(file.read_bytes())
+    checksum = made.record(made.hashes[9]).checksum.to_bytes(8, "little")
+    at = data.find(checksum)
+    while at >= 0:  # also where an older page has it
+        data[at] ^= 1
+        at = data.find(checksum, at + 1)
+    file.write_bytes(data)
+
+
+DAMAGE: dict[str, tuple[Callable[[Made], None], dict[str, int], tuple[int, int]]] = {
+    "flipped byte": (flip, {"payload_wrong": 1}, (9, 12)),
+    "parent missing": (lose_parent, {"parent_missing": 1}, (9, 12)),
+    "unit without block": (lose_last_block, {"unit_without_block": 1}, (11, 12)),
+    "unit misplaced": (misplace_unit, {"unit_misplaced": 1}, (12, 12)),
+    "record damaged": (damage_record, {"record_damaged": 1, "parent_missing": 1}, (9, 12)),
+    "namespace lost": (
+        lose_namespace,
+        {"namespace_unknown": 1, "parent_missing": 1, "unit_misplaced": 1},
+        (11, 12),
+    ),
+    "wrong depth": (wrong_depth, {"parent_missing": 2}, (10, 12)),
+    "another's place": (take_place, {"payload_wrong": 1}, (11, 12)),
+}
+
+
+def run(*arguments: str) -> tuple[int, dict[str, object]]:
+    result = CliRunner().invoke(app, ["check", *arguments, "--json"])
+    return result.exit_code, json.loads(result.stdout) if result.stdout else {"error": result.stderr}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found_and_repair_drops_it_and_no_more(made: Made, name: str) -> None:
+    harm, counts, usable = DAMAGE[name]
+    harm(made)
+    code, found = run(str(made.path))
+    assert (code, found["counts"], found["sound"]) == (1, counts, False)
+    again, before = run(str(made.path))
+    assert (again, before) == (1, found)  # it changed nothing
+    code, repaired = run(str(made.path), "--repair")
+    assert (code, repaired["faults"]) == (1, found["faults"])
+    assert int(str(repaired["dropped_blocks"])) + int(str(repaired["dropped_units"])) > 0
+    assert run(str(made.path))[0] == 0
+    assert made.usable() == usable
+    with Embedded(made.settings) as store:
+        assert store_chain(store, made.namespace, made.hashes)
+        assert load_chain(store, made.namespace, made.hashes) == BLOCKS
+    assert check(made.path).sound
+
+
+def test_of_two_records_with_one_payload_repair_leaves_one(made: Made) -> None:
+    one, two = made.record(made.hashes[11]), made.record(made.fork[11])
+    fields = {"place": two.place, "page": two.page, "checksum": two.checksum}
+    made.commit(blocks=[replace(one, **fields)])
+    assert check(made.path).counts() == {"place_shared": 1}
+    assert check(made.path, repair=True).dropped_blocks == 1
+    assert check(made.path).sound
+
+
+@pytest.mark.parametrize("harm", [truncate, delete, delete_directory])
+def test_payloads_that_are_gone_are_found_and_dropped_and_others_stay(
+    made: Made, harm: Callable[[Made], None]
+) -> None:
+    harm(made)
+    report = check(made.path)
+    assert report.counts()["payload_wrong"] >= BLOCKS
+    assert report.blocks - report.counts()["payload_wrong"] >= 3  # the other layout's
+    assert check(made.path, repair=True).dropped_blocks >= BLOCKS
+    assert check(made.path).sound
+    assert made.usable() == (0, 0)
+    with Embedded(made.settings) as store:
+        other = store.open_namespace(Namespace(layout=OTHER))
+        assert load_chain(store, other, block_hashes(other, tokens(3, 3)), compressible=True) == 3
+
+
+def test_payloads_that_no_record_names_are_counted_and_freed_by_repair(made: Made, kind: PayloadKind) -> None:
+    directory = made.path / "payloads" / str(SIZE)
+    if kind == "slab":
+        pytest.skip("in slabs only the catalogue knows what is in use")
+    payloads = OPEN[kind](directory, 16 * MIB, SIZE, 1000)
+    payloads.write([Run.of(payloads.lead, b"x" * SIZE)])
+    payloads.close()
+    report = check(made.path)
+    assert (report.sound, report.unnamed) == (True, 1)
+    check(made.path, repair=True)
+    assert check(made.path).unnamed == 0
+    assert made.usable() == (BLOCKS, BLOCKS)
+
+
+def test_a_sound_store_is_sound_and_stays_as_it_is(made: Made, kind: PayloadKind) -> None:
+    before = {file: file.read_bytes() for file in made.path.rglob("*") if file.name == "data.mdb"}
+    result = CliRunner().invoke(app, ["check", str(made.path), "--repair"])
+    assert result.exit_code == 0
+    assert "sound" in result.stdout
+    assert before == {file: file.read_bytes() for file in before}
+    code, found = run(str(made.path))
+    assert (code, found["blocks"], found["units"], found["payloads"]) == (0, 19, 4, kind)
+
+
+def test_a_directory_that_is_served_is_refused(
+    kind: PayloadKind, fleet: Fleet, flags: Callable[..., list[str]]
+) -> None:
+    daemon = start(fleet, "mapped", flags, payloads=kind)
+    data = daemon.socket.parent.parent / "data"
+    code, said = run(str(data))
+    assert code == 2
+    assert f"in use by process {daemon.process.pid}" in str(said["error"])
+    assert daemon.term() == 0
+    assert run(str(data))[0] == 0
+
+
+def test_a_store_whose_daemon_was_killed_is_sound(
+    kind: PayloadKind, fleet: Fleet, flags: Callable[..., list[str]]
+) -> None:
+    daemon = start(fleet, "mapped", flags, payloads=kind)
+    client = fleet.connect(daemon.url)
+    for seed in range(6):
+        document(client, 9, seed=seed).store(client, durable=seed % 2 == 0)
+    daemon.kill()
+    report = check(daemon.socket.parent.parent / "data")
+    assert report.sound, report.faults
+    assert report.blocks >= 27
+
+
+def test_what_is_no_store_is_refused_and_left_alone(kind: PayloadKind, tmp_path: Path) -> None:
+    code, said = run(str(tmp_path / "nothing"))
+    assert code == 2
+    assert "holds no store" in str(said["error"])
+    assert not (tmp_path / "nothing").exists()
+    made = Made(tmp_path / "data", kind)
+    os.truncate(made.path / "catalog" / "data.mdb", 8192)
+    with pytest.raises(DataDirError, match="catalogue"):
+        check(made.path)
