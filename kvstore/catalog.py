@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +33,7 @@ FORMAT_VERSION = 1  # of the whole data directory
 SECRET_BYTES = 32
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-_RECORDS_A_TXN = 16384
+_RECORDS_A_TXN = 4096  # as many are in memory as objects
 _ID = struct.Struct("<I")
 _CHECK = struct.Struct("<Q")
 
@@ -52,6 +52,17 @@ BLOCK_DTYPE = np.dtype(
         ("codec", "u1"),
         ("checksum", "<u8"),
         ("used", "<f8"),
+    ]
+)
+_UNIT_DTYPE = np.dtype(
+    [
+        ("hash", f"V{HASH_BYTES}"),
+        ("namespace", "<u4"),
+        ("tokens", "<u4"),
+        ("kinds", "<u4"),
+        ("created", "<f8"),
+        ("used", "<f8"),
+        ("hits", "<u8"),
     ]
 )
 
@@ -284,43 +295,26 @@ class Catalog:
 
         self._write(change)
 
-    def block_columns(self) -> Iterator[NDArray[np.void]]:
-        """All blocks as arrays of ``BLOCK_DTYPE``, some thousands each; the fast way at start-up.
+    def blocks(self) -> Iterator[NDArray[np.void]]:
+        """All blocks as arrays of ``BLOCK_DTYPE``, some thousands each, by rising hash.
 
         Raises ``DiskError``. Commit nothing while iterating.
         """
-        for records in self._records(self._blocks, _BLOCK.size):
-            yield np.frombuffer(b"".join(records), BLOCK_DTYPE)
-
-    def blocks(self) -> Iterator[BlockRecord]:
-        """All blocks. Raises ``DiskError``. Commit nothing while iterating."""
-        whole = struct.Struct(f"<{HASH_BYTES}s" + _BLOCK.format[1:])
-        for records in self._records(self._blocks, _BLOCK.size):
-            for fields in whole.iter_unpack(b"".join(records)):
-                yield BlockRecord(*fields)
+        return self._records(self._blocks, BLOCK_DTYPE)
 
     def units(self) -> Iterator[UnitRecord]:
         """All units. Raises ``DiskError``. Commit nothing while iterating."""
-        whole = struct.Struct(f"<{HASH_BYTES}s" + _UNIT.format[1:])
-        for records in self._records(self._units, _UNIT.size):
-            for fields in whole.iter_unpack(b"".join(records)):
-                yield UnitRecord(*fields)
+        for records in self._records(self._units, _UNIT_DTYPE):
+            yield from (UnitRecord(*fields) for fields in records.tolist())
 
-    def _records(self, db: Any, size: int) -> Iterator[list[bytes]]:
-        """Key and fields of each sound record, in lists of bounded length."""
-        scan = self._scan(db)
-        while chunk := list(islice(scan, _RECORDS_A_TXN)):
-            sound: list[bytes] = []
-            for key, value in chunk:
-                record = key + value[: -_CHECK.size]
-                if (
-                    len(record) == HASH_BYTES + size
-                    and len(key) == HASH_BYTES
-                    and _CHECK.pack(xxh3_64_intdigest(record)) == value[-_CHECK.size :]
-                ):
-                    sound.append(record)
-            self.skipped += len(chunk) - len(sound)
-            yield sound
+    def _records(self, db: Any, fields: np.dtype[np.void]) -> Iterator[NDArray[np.void]]:
+        """The sound records of a database, in arrays of bounded length."""
+        last = b""
+        while pairs := self._pairs_behind(db, last):
+            last = pairs[-1][0]
+            records = _sound(pairs, fields)
+            self.skipped += len(pairs) - len(records)
+            yield records
 
     def _scan(self, db: Any) -> Iterator[tuple[bytes, bytes]]:
         last = b""
@@ -335,7 +329,9 @@ class Catalog:
             with self._env.begin(db=db) as txn, txn.cursor() as cursor:
                 if not cursor.set_range(last + b"\0"):
                     return []
-                return list(islice(cursor.iternext(), _RECORDS_A_TXN))
+                pairs = list(islice(cursor.iternext(), _RECORDS_A_TXN))
+            self._file.drop_pages()
+            return pairs
         except (lmdb.Error, OSError) as error:
             raise DiskError(f"catalogue of {self._path} cannot be read: {error}") from error
 
@@ -353,6 +349,18 @@ def _mismatch(path: Path, found: str) -> str:
 
 def _put(txn: lmdb.Transaction, db: Any, key: bytes, body: bytes) -> None:
     txn.put(key, body + _CHECK.pack(xxh3_64_intdigest(key + body)), db=db)
+
+
+def _sound(pairs: Sequence[tuple[bytes, bytes]], fields: np.dtype[np.void]) -> NDArray[np.void]:
+    """Those pairs of key and value that are whole records and verify. At start there may be millions."""
+    sealed = np.dtype([("record", fields), ("check", "<u8")])
+    rest = sealed.itemsize - HASH_BYTES
+    whole = (pair for pair in pairs if len(pair[0]) == HASH_BYTES and len(pair[1]) == rest)
+    found = np.frombuffer(b"".join(chain.from_iterable(whole)), sealed)
+    bodies = found["record"].view(f"V{fields.itemsize}").tolist()
+    digests = np.fromiter(map(xxh3_64_intdigest, bodies), np.uint64, len(bodies))
+    sound: NDArray[np.void] = found["record"][digests == found["check"]]
+    return sound
 
 
 def _unseal(key: bytes, value: bytes) -> bytes:

@@ -197,7 +197,7 @@ class _Checkup:
             return
         # No smaller than they are, so that nothing is stretched, and nothing replaced.
         limit = max(MIB, *(file.stat().st_size for file in directory.iterdir()))
-        keys = {block.place for block in named}
+        keys = [block.place for block in named]
         with closing(OPEN[self.report.payloads](directory, limit, size, 1 + max(keys))) as payloads:
             payloads.retain(keys)
 

@@ -12,10 +12,11 @@ import logging
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from kvstore.catalog import BlockRecord, Catalog, UnitRecord, lock_directory
@@ -24,7 +25,7 @@ from kvstore.errors import CorruptBlock, DiskError, FormatMismatch
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
 from kvstore.observer import Observer, Unobserved
-from kvstore.payloads import OpenPayloads, Payloads, Place
+from kvstore.payloads import Keys, OpenPayloads, Payloads, Place
 from kvstore.payloads.direct import Run
 from kvstore.payloads.kinds import LEAD, OPEN
 from kvstore.settings import StoreSettings
@@ -259,23 +260,22 @@ class DiskTier:
         for size in {item.block_bytes for item in freed}:
             self._payloads[size].free([item.place for item in freed if item.block_bytes == size])
 
-    def reclaim(self, block_bytes: int, named: Iterable[int]) -> set[int]:
+    def reclaim(self, block_bytes: int, named: Keys) -> set[int]:
         """Open the payloads of a block size and free those that no record names.
 
         Returns the named keys that are not there. One environment for each size, since
         equal sizes keep LMDB's free list from fragmenting. Raises ``DiskError``.
         """
-        wanted = set(named)
         directory = self._payload_root / str(block_bytes)
         if _usage(directory) > self._map_bytes:
             # LMDB files do not shrink, and one that is larger than its map cannot even free pages.
             _remove(directory, "larger_than_disk_bytes")
-        first = max(wanted, default=0) + 1
+        first = int(np.max(named, initial=0)) + 1
         payloads = self._open_payloads(directory, self._map_bytes, block_bytes, first)
         self._payloads[block_bytes] = payloads
-        return payloads.retain(wanted)
+        return payloads.retain(named)
 
-    def missing(self, block_bytes: int, named: Iterable[int]) -> set[int]:
+    def missing(self, block_bytes: int, named: Keys) -> set[int]:
         """Which of these keys hold nothing any more, by the payloads' own word. Raises ``DiskError``."""
         return self._payloads[block_bytes].missing(named)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvstore.prefix_index import NONE, BlockState, PrefixIndex
+from kvstore.prefix_index import NONE, BlockState, PrefixIndex, view
 from kvstore.settings import Policy
 
 
@@ -48,12 +48,12 @@ class TailEvictor:
         """All rows that may go, least recently used last."""
         index = self._index
         rows = np.flatnonzero(
-            (np.frombuffer(index.state, np.uint8) == BlockState.PRESENT)
-            & (np.frombuffer(index.place, np.int64) != NONE)
-            & (np.frombuffer(index.children, np.int32) == 0)
-            & (np.frombuffer(index.holds, np.int32) == 0)
+            (view(index.state) == BlockState.PRESENT)
+            & (view(index.place) != NONE)
+            & (view(index.children) == 0)
+            & (view(index.holds) == 0)
         )
-        used = np.frombuffer(index.used, np.float64)[rows]
+        used = view(index.used)[rows]
         order = np.argsort(-used, kind="stable")
         return list(zip(used[order].tolist(), rows[order].tolist(), strict=True))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar, TypeVarTuple
@@ -128,7 +128,7 @@ class Pipeline:
         """Name what ``place`` made durable, and units, in one transaction. Raises ``DiskError``."""
         await self._in(self._catalog, self._disk.name, batch.block_bytes, batch.blocks, stored, units)
 
-    async def missing(self, block_bytes: int, places: Iterable[int]) -> set[int]:
+    async def missing(self, block_bytes: int, places: Sequence[int]) -> set[int]:
         """Which of these places hold nothing any more. Raises ``DiskError``."""
         return await self._in(self._payloads, self._disk.missing, block_bytes, places)
 

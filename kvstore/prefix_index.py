@@ -19,13 +19,21 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kvstore.hashing import ROOT
 from kvstore.units import UnitKind
 
 NONE = -1  # no row, no slot, no place
 _GROWTH = 256  # rows made at once
+
+
+def view(column: array[Any] | bytearray) -> NDArray[Any]:
+    """A column as a writable numpy array, [rows]. Short-lived: no row can be added while it lives."""
+    return np.frombuffer(column, column.typecode if isinstance(column, array) else np.uint8)
 
 
 class BlockState(IntEnum):
@@ -105,8 +113,13 @@ class PrefixIndex:
 
     def _grow(self) -> None:
         first = len(self.hashes)
+        self._widen(_GROWTH)
+        self.hashes.extend([b""] * _GROWTH)
+        self._free.extend(range(first + _GROWTH - 1, first - 1, -1))
+
+    def _widen(self, rows: int) -> None:
         for column in (self.parent, self.slot, self.place):
-            column.extend([NONE] * _GROWTH)
+            column.extend(array(column.typecode, [NONE]) * rows)
         for counts in (
             self.children,
             self.holds,
@@ -115,13 +128,60 @@ class PrefixIndex:
             self.page,
             self.length,
             self.checksum,
+            self.used,
         ):
-            counts.extend([0] * _GROWTH)
-        self.used.extend([0.0] * _GROWTH)
+            counts.frombytes(bytes(rows * counts.itemsize))
         for flags in (self.state, self.codec, self.kinds):
-            flags.extend(bytes(_GROWTH))
-        self.hashes.extend([b""] * _GROWTH)
-        self._free.extend(range(first + _GROWTH - 1, first - 1, -1))
+            flags.extend(bytes(rows))
+
+    def extend(self, records: NDArray[np.void]) -> int:
+        """Rows for many blocks on disk, PRESENT and none of them known yet; returns the first of them.
+
+        ``records`` has the fields hash (32 bytes), namespace, depth, place, page, length, codec,
+        checksum and used. The rows follow each other in that order, and have no parent before ``link``.
+        """
+        first = len(self.hashes)
+        hashes: list[bytes] = records["hash"].tolist()
+        self._widen(len(records))
+        self.hashes.extend(hashes)
+        self._rows.update(zip(hashes, range(first, len(self.hashes)), strict=True))
+        for name, column in (
+            ("namespace", self.namespace),
+            ("depth", self.depth),
+            ("place", self.place),
+            ("page", self.page),
+            ("length", self.length),
+            ("checksum", self.checksum),
+            ("used", self.used),
+        ):
+            view(column)[first:] = records[name]
+        view(self.codec)[first:] = records["codec"]
+        view(self.state)[first:] = BlockState.PRESENT
+        return first
+
+    def link(self, first: int, parents: NDArray[np.void]) -> None:
+        """Give the rows from ``first`` on, whose parent is unknown, their parents: hashes of 32 bytes.
+
+        One that is not known becomes a hole. So comes after the ``extend`` of all that can be a parent.
+        """
+        names: list[bytes] = parents.tolist()
+        find = self._rows.get
+        above = np.fromiter((find(name, NONE) for name in names), np.int32, len(names))
+        for at in np.flatnonzero(above == NONE).tolist():
+            if names[at] != ROOT:
+                above[at] = self._find_or_dig(names[at], first + at)
+        depth = view(self.depth)
+        # Else a forged record could tie a chain into a ring.
+        above[depth[above] + 1 != depth[first : first + len(names)]] = NONE
+        view(self.parent)[first : first + len(names)] = above
+        np.add.at(view(self.children), above[above != NONE], 1)
+
+    def _find_or_dig(self, block: bytes, below: int) -> int:
+        """The row of a block above row ``below``: a hole if there is none."""
+        row = self.find(block)
+        if row != NONE:
+            return row
+        return self.add(block, NONE, self.namespace[below], self.depth[below] - 1, self.used[below])
 
     def adopt(self, row: int, parent: int) -> None:
         """Give a row whose parent was unknown its parent, if it lies one block above."""
@@ -207,7 +267,7 @@ class PrefixIndex:
 
     def on_disk(self) -> int:
         """How many blocks have a place."""
-        return int(np.count_nonzero(np.frombuffer(self.place, np.int64) != NONE))
+        return int(np.count_nonzero(view(self.place) != NONE))
 
     def touch(self, rows: Sequence[int], now: float) -> None:
         """Note a use of a whole prefix, so that an ancestor is never older than its children."""

@@ -51,7 +51,7 @@ class CheckedCatalog(Catalog):
     def damaged(self) -> Damaged:
         """The records that do not verify. Raises ``DiskError``."""
         known = {number.to_bytes(4, "little") for number, text, _ in self.namespaces() if _layout(text)}
-        blocks = {block.hash for block in self.blocks()}
+        blocks = {block for chunk in self.blocks() for block in chunk["hash"].tolist()}
         units = {unit.hash for unit in self.units()}
         return Damaged(
             namespaces=[key for key, _ in self._scan(self._namespaces) if key not in known],
@@ -76,7 +76,9 @@ class Records:
         self.layouts: dict[int, LatentLayout] = {
             number: layout for number, text, _ in catalog.namespaces() if (layout := _layout(text))
         }
-        self.blocks: dict[bytes, BlockRecord] = {block.hash: block for block in catalog.blocks()}
+        self.blocks: dict[bytes, BlockRecord] = {
+            fields[0]: BlockRecord(*fields) for chunk in catalog.blocks() for fields in chunk.tolist()
+        }
         self.units: list[UnitRecord] = list(catalog.units())
         self.damaged = catalog.damaged()
 

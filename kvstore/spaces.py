@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ class SpaceTable:
         """The slot class of a layout. Raises ``CapacityTooSmall`` if a tier can't hold one block, or one
         more namespace or size of blocks is too many.
         """
-        sizes = self.block_sizes()
+        sizes = self.by_size().keys()
         if len(self) >= MAX_NAMESPACES or len(sizes | {layout.block_bytes}) > MAX_BLOCK_SIZES:
             raise CapacityTooSmall(
                 f"{len(self)} namespaces with {len(sizes)} sizes of blocks are open, and no more can be;"
@@ -87,17 +88,16 @@ class SpaceTable:
         """The open space of this very namespace."""
         return self._by_namespace.get(namespace)
 
-    def by_id(self, number: int) -> Space | None:
-        """The open namespace with this id, if there is one."""
-        return self._by_id.get(number)
-
     def of(self, number: int) -> Space:
         """The open namespace of an indexed row (rows of closed ones are not indexed)."""
         return self._by_id[number]
 
-    def block_sizes(self) -> set[int]:
-        """Block bytes of the open namespaces."""
-        return {space.block_bytes for space in self._by_id.values()}
+    def by_size(self) -> dict[int, list[int]]:
+        """Block bytes of the open namespaces, and the ids of those that have such blocks."""
+        ids: defaultdict[int, list[int]] = defaultdict(list)
+        for number, space in self._by_id.items():
+            ids[space.block_bytes].append(number)
+        return ids
 
     def get(self, digest: bytes) -> Space:
         """The open namespace with this digest; ``NamespaceUnknown`` if there is none."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.namespace import Namespace
-from kvstore.prefix_index import NONE, BlockState, PrefixIndex
+from kvstore.prefix_index import NONE, BlockState, PrefixIndex, view
 from kvstore.spaces import SpaceTable
 
 
@@ -84,14 +84,14 @@ def survey(index: PrefixIndex, spaces: SpaceTable, top: int) -> Survey:
 
 
 def _namespaces(index: PrefixIndex, spaces: SpaceTable) -> list[NamespaceSurvey]:
-    owner = np.frombuffer(index.namespace, np.int32)
-    present = np.frombuffer(index.state, np.uint8) == BlockState.PRESENT
-    in_host = present & (np.frombuffer(index.slot, np.int32) != NONE)
-    on_disk = present & (np.frombuffer(index.place, np.int64) != NONE)
+    owner = view(index.namespace)
+    present = view(index.state) == BlockState.PRESENT
+    in_host = present & (view(index.slot) != NONE)
+    on_disk = present & (view(index.place) != NONE)
     count = 1 + max((space.id for space in spaces), default=0)
     blocks = np.bincount(owner[present], minlength=count)
     host = np.bincount(owner[in_host], minlength=count)
-    nbytes = np.bincount(owner[on_disk], np.frombuffer(index.length, np.uint32)[on_disk], minlength=count)
+    nbytes = np.bincount(owner[on_disk], view(index.length)[on_disk], minlength=count)
     units = Counter(index.namespace[row] for row in index.units)
     hits: Counter[int] = Counter()
     for row, use in index.units.items():

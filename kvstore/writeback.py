@@ -351,7 +351,7 @@ class Writer:
                 if index.place[row] != NONE and self._space(row).block_bytes == size
             }
             try:
-                missing = await self._pipeline.missing(size, rows)
+                missing = await self._pipeline.missing(size, list(rows))
             except BaseException:
                 self._suspect.add(size)
                 raise

@@ -8,11 +8,16 @@ it does not name is free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.payloads.direct import Run
+
+Keys: TypeAlias = NDArray[np.int64] | Sequence[int]  # of payloads; at start a million, so in an array
 
 
 class Place(NamedTuple):
@@ -55,13 +60,13 @@ class Payloads(Protocol):
         that nobody reads them any more. Raises ``DiskError``; then call it again later.
         """
 
-    def retain(self, named: Iterable[int]) -> set[int]:
+    def retain(self, named: Keys) -> set[int]:
         """Free all payloads but these; returns those of them that are not there.
 
         Called once, before anything else; touches no payload's pages. Raises ``DiskError``.
         """
 
-    def missing(self, keys: Iterable[int]) -> set[int]:
+    def missing(self, keys: Keys) -> set[int]:
         """Those of these payloads that are not there; touches no payload's pages. Raises ``DiskError``."""
 
     def stored_bytes(self, length: int) -> int:

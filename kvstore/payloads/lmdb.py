@@ -11,22 +11,24 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import lmdb
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.errors import CorruptBlock, DiskError, InvalidArgument
-from kvstore.payloads import Place
+from kvstore.payloads import Keys, Place
 from kvstore.payloads.direct import PAGE_BYTES, DirectFile, Run, make_directory
 from kvstore.payloads.lmdb_file import LmdbDamaged, LmdbFile
 
 _log = logging.getLogger(__name__)
 
 _KEY = struct.Struct(">Q")
+_KEY_DTYPE = np.dtype(_KEY.format)
 _NEXT_KEY = _KEY.pack(0)  # holds the next place, so that freeing the last payload does not lose it
 # Header in front of a payload in its first page, by the engine's major version. The larger of the
 # two keeps ``stored_bytes`` an upper bound whichever engine wrote the file.
@@ -39,7 +41,7 @@ _RESERVE_PAGES = 16
 # A commit lists the pages it freed (8 bytes each) in one run of pages, which must be found in a
 # full map where no free run is longer than a payload: so the list has to be much shorter than that.
 _FREED_A_TXN = 64
-_KEYS_A_TXN = 4096  # a long read transaction would keep freed pages from being used again
+_KEYS_A_TXN = 16384  # a long read transaction would keep freed pages from being used again
 
 _BROKEN = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError)
 
@@ -227,40 +229,42 @@ class LmdbPayloads:
     def _note_next(self, txn: lmdb.Transaction) -> None:
         txn.put(_NEXT_KEY, _KEY.pack(self._next), db=self._env.file.db["places"])
 
-    def retain(self, named: Iterable[int]) -> set[int]:
+    def retain(self, named: Keys) -> set[int]:
         """See ``Payloads.retain``."""
-        there, wanted = set(self.keys()), set(named)
-        unnamed = there - wanted
-        if unnamed:
+        there, wanted = self.keys(), np.asarray(named, np.int64)
+        unnamed = there[~np.isin(there, wanted)]
+        if len(unnamed):
             _log.info("event=reclaimed_payloads count=%d path=%s", len(unnamed), self._path)
-            self.free(sorted(unnamed))
-        return wanted - there
+            self.free(unnamed.tolist())
+        return set(wanted[~np.isin(wanted, there)].tolist())
 
-    def missing(self, keys: Iterable[int]) -> set[int]:
+    def missing(self, keys: Keys) -> set[int]:
         """See ``Payloads.missing``."""
         if not self._env.file.whole():
             return set(keys)
-        return set(keys) - set(self.keys())
+        asked = np.asarray(keys, np.int64)
+        return set(asked[~np.isin(asked, self.keys())].tolist())
 
-    def keys(self) -> Iterator[int]:
+    def keys(self) -> NDArray[np.int64]:
         """Every stored key in rising order, without touching a payload's pages. Raises ``DiskError``."""
-        last = 0
-        while chunk := self._keys_behind(last):
-            yield from chunk
-            last = chunk[-1]
+        chunks = [np.empty(0, np.int64)]
+        while len(chunk := self._keys_behind(int(chunks[-1][-1]) if len(chunks) > 1 else 0)):
+            chunks.append(chunk)
+        return np.concatenate(chunks)
 
-    def _keys_behind(self, last: int) -> list[int]:
+    def _keys_behind(self, last: int) -> NDArray[np.int64]:
         file = self._env.file
         try:
             if not file.whole():
                 raise DiskError(f"payloads in {self._path}: the file was truncated or deleted")
-            with file.env.begin(db=file.db["places"], buffers=True) as txn, txn.cursor() as cursor:
-                if not cursor.set_range(_KEY.pack(last + 1)):
-                    return []
-                keys = islice(cursor.iternext(keys=True, values=False), _KEYS_A_TXN)
-                return [_KEY.unpack(key)[0] for key in keys]
+            with file.env.begin(db=file.db["places"]) as txn, txn.cursor() as cursor:
+                found = cursor.set_range(_KEY.pack(last + 1))
+                keys = islice(cursor.iternext(keys=True, values=False), _KEYS_A_TXN if found else 0)
+                chunk = np.frombuffer(b"".join(keys), _KEY_DTYPE).astype(np.int64)
+            file.drop_pages()
         except lmdb.Error as error:
             raise DiskError(f"payloads in {self._path} cannot be listed: {error}") from error
+        return chunk
 
     def stored_bytes(self, length: int) -> int:
         """See ``Payloads.stored_bytes``."""

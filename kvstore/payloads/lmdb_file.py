@@ -99,14 +99,33 @@ class LmdbFile:
         start = np.frombuffer(value, np.uint8).ctypes.data - lead
         if start % PAGE_BYTES:  # a small value, inside a page of the tree
             return 0
-        # A value of its own pages follows the first one's header, which begins with the page's number.
-        head = ctypes.string_at(start, min(_PROOF_BYTES, lead + value.nbytes))
-        offset = int.from_bytes(head[:_PAGE_NUMBER_BYTES], sys.byteorder) * self.page_bytes
+        offset = self._offset_of(start, min(_PROOF_BYTES, lead + value.nbytes))
         drop_from_memory(start, lead + value.nbytes)
-        page = offset // PAGE_BYTES
+        return offset // PAGE_BYTES if offset is not None else 0
+
+    def drop_pages(self) -> None:
+        """Give the map's pages back, as after a walk over all records, or they would count as our memory.
+
+        Readers that are inside fault theirs in again. Raises ``lmdb.Error`` and ``OSError``.
+        """
+        with self.env.begin(buffers=True) as txn, txn.cursor() as cursor:
+            if not cursor.first():
+                return
+            inside = np.frombuffer(cursor.key(), np.uint8).ctypes.data
+            start = inside - inside % self.page_bytes
+            offset = self._offset_of(start, _PROOF_BYTES)
+            if offset is not None:
+                drop_from_memory(start - offset, self.env.info()["map_size"])
+
+    def _offset_of(self, page: int, nbytes: int) -> int | None:
+        """Where in the file the page mapped at an address is; None if that can't be proven."""
+        # Each page begins with its number, and a value of its own pages follows the first one's header.
+        head = ctypes.string_at(page, nbytes)
+        offset = int.from_bytes(head[:_PAGE_NUMBER_BYTES], sys.byteorder) * self.page_bytes
         # Whatever an engine's header is like: what lies there in the file is what we look at, or it isn't.
-        known = page < _PAGES_MAX and os.pread(self._fd, len(head), offset) == head
-        return page if known else 0
+        if offset // PAGE_BYTES < _PAGES_MAX and os.pread(self._fd, nbytes, offset) == head:
+            return offset
+        return None
 
     def drop_from_cache(self, page: int, nbytes: int) -> None:
         """Let the kernel forget what it caches of a value that is on disk. Raises ``OSError``."""

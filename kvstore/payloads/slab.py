@@ -10,14 +10,17 @@ of another size's free slots, their blocks are given back to the file system.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.errors import CorruptBlock, DiskError, InvalidArgument
-from kvstore.payloads import Place
+from kvstore.payloads import Keys, Place
 from kvstore.payloads.direct import PAGE_BYTES, Run, make_directory, pages, sync_directory
 from kvstore.payloads.slab_file import Slab
 
@@ -128,13 +131,22 @@ class SlabPayloads:
         eighths, number, slot = split_key(key)
         return self._slabs[eighths].get(number), slot
 
-    def retain(self, named: Iterable[int]) -> set[int]:
+    def _by_slab(self, keys: Keys) -> Iterator[tuple[Slab | None, NDArray[np.int64], NDArray[np.int64]]]:
+        """Slabs, and which of the keys and slots are theirs; None for a slab that there isn't."""
+        known = np.asarray(keys, np.int64)
+        at, eighths = np.divmod(known, EIGHTHS)
+        owners = (at >> _SLOT_BITS) * EIGHTHS + eighths
+        order = np.argsort(owners, kind="stable")
+        for part in np.split(order, np.flatnonzero(np.diff(owners[order])) + 1):
+            if len(part):
+                slab, _ = self._find(int(known[part[0]]))
+                yield slab, known[part], at[part] & ((1 << _SLOT_BITS) - 1)
+
+    def retain(self, named: Keys) -> set[int]:
         """See ``Payloads.retain``."""
         missing: set[int] = set()
-        for key in named:
-            slab, slot = self._find(key)
-            if slab is None or not slab.keep(slot):
-                missing.add(key)
+        for slab, keys, slots in self._by_slab(named):
+            missing.update(keys.tolist() if slab is None else keys[~slab.keep(slots)].tolist())
         try:
             self._drop_empty()
             for slab in self._all():
@@ -143,15 +155,12 @@ class SlabPayloads:
             raise DiskError(f"slabs in {self._path}: {error}; start again later") from error
         return missing
 
-    def missing(self, keys: Iterable[int]) -> set[int]:
+    def missing(self, keys: Keys) -> set[int]:
         """See ``Payloads.missing``."""
-        whole = {slab: slab.whole_slots() for slab in self._all()}
-
-        def there(key: int) -> bool:
-            slab, slot = self._find(key)
-            return slab is not None and slab.uses(slot) and slot < whole[slab]
-
-        return {key for key in keys if not there(key)}
+        missing: set[int] = set()
+        for slab, part, slots in self._by_slab(keys):
+            missing.update(part.tolist() if slab is None else part[~slab.have(slots)].tolist())
+        return missing
 
     def _drop_empty(self) -> None:
         for known in self._slabs.values():

@@ -8,6 +8,9 @@ import os
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.payloads.direct import DirectFile
 
 log = logging.getLogger(__name__)
@@ -50,12 +53,14 @@ class Slab:
         self._counts[state] += 1
         self._state[slot] = state
 
-    def keep(self, slot: int) -> bool:
-        """At start: the slot is in use; False if the file had no such slot."""
-        if slot >= self.slots or self._state[slot] == _BARE:
-            return False
-        self._set(slot, _USED)
-        return True
+    def keep(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """At start: these slots are in use; which of them the file has."""
+        state = np.frombuffer(self._state, np.uint8)
+        there = slots < self.slots
+        there[there] = state[slots[there]] != _BARE
+        state[slots[there]] = _USED
+        self._counts = np.bincount(state, minlength=len(self._counts)).tolist()
+        return there
 
     def settle(self) -> None:
         """After the last ``keep``: know which free slots have blocks of the disk. Raises ``OSError``."""
@@ -115,9 +120,12 @@ class Slab:
         """Whether the slot is USED."""
         return slot < self.slots and self._state[slot] == _USED
 
-    def whole_slots(self) -> int:
-        """How many slots the file has now; 0 if it was deleted."""
-        return 0 if self.deleted else os.fstat(self.file.fd).st_size // self.slot_bytes
+    def have(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these slots are USED and still inside the file, if that was not deleted."""
+        whole = 0 if self.deleted else os.fstat(self.file.fd).st_size // self.slot_bytes
+        there = slots < min(whole, self.slots)
+        there[there] = np.frombuffer(self._state, np.uint8)[slots[there]] == _USED
+        return there
 
     def punch(self) -> int:
         """Make VACANT slots BARE; the bytes of disk that gives back. Raises ``OSError``."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.catalog import BlockRecord, Catalog, UnitRecord
 from kvstore.errors import DiskError
-from kvstore.payloads import OpenPayloads, Payloads, Place
+from kvstore.payloads import Keys, OpenPayloads, Payloads, Place
 from kvstore.payloads.direct import Run
 from kvstore.payloads.kinds import open_lmdb
 
@@ -139,11 +139,11 @@ class FaultyPayloads:
             raise DiskError("injected: nothing can be freed")
         self._inner.free(keys)
 
-    def retain(self, named: Iterable[int]) -> set[int]:
+    def retain(self, named: Keys) -> set[int]:
         """See ``Payloads.retain``."""
         return self._inner.retain(named)
 
-    def missing(self, keys: Iterable[int]) -> set[int]:
+    def missing(self, keys: Keys) -> set[int]:
         """See ``Payloads.missing``."""
         return self._inner.missing(keys)
 

@@ -290,7 +290,7 @@ class PayloadConformance:
         if not running:
             store, missing = self.reopen(path, places)
             assert missing == keys
-        assert store.missing(keys) == keys
+        assert store.missing(list(keys)) == keys
         assert all(self.lost(store, place, seed) for place, seed in zip(places, (1, 2), strict=True))
         self.heals(store, path)
 

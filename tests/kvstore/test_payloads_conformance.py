@@ -74,7 +74,7 @@ def test_payloads_acknowledged_before_a_kill_are_there_and_it_opens_at_once(tmp_
                 key, page, fill = map(int, numbers)
                 kept[key] = (page, fill)
         store = OPEN[kind](tmp_path / "p", 16 << 20, 50_000, 1 + max(kept, default=0))
-        assert store.retain(kept) == set()
+        assert store.retain(list(kept)) == set()
         for key, (page, fill) in kept.items():
             for place in (Place(key, page), Place(key)):
                 run = Run.fresh(store.lead, 50_000)
@@ -106,7 +106,7 @@ grown = resident() - before
 store.close()
 before_open = resident()
 store = OPEN[kind](Path(path), 256 << 20, block, 1 + max(place.key for place in places))
-assert not store.retain(place.key for place in places)
+assert not store.retain([place.key for place in places])
 print(grown, resident() - before_open)
 """
 

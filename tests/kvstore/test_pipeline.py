@@ -52,7 +52,7 @@ class Pipes(Bench):
     def payload_count(self):
         """Payloads that the files hold, whether the catalogue names them or not."""
         payloads = self.store._disk._payloads[SMALL.block_bytes]
-        return len(self.faults.written - payloads.missing(self.faults.written))
+        return len(self.faults.written - payloads.missing(list(self.faults.written)))
 
 
 async def reopened_hit(path, hashes):

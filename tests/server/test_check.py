@@ -59,9 +59,9 @@ class Made:
 
     def record(self, block: bytes) -> BlockRecord:
         catalog = self.catalog()
-        (found,) = [record for record in catalog.blocks() if record.hash == block]
+        (fields,) = [one for chunk in catalog.blocks() for one in chunk.tolist() if one[0] == block]
         catalog.close()
-        return found
+        return BlockRecord(*fields)
 
     def commit(self, **changes: object) -> None:
         catalog = self.catalog()
