@@ -49,7 +49,7 @@ def test_a_block_goes_through_pages_and_back_in_layer_major_order(page_tokens: i
     block = bytes(torch.randint(0, 256, (LAYOUT.block_bytes,), dtype=torch.uint8).numpy())
     cache.write_blocks([place], [memoryview(block)])
     out = bytearray(LAYOUT.block_bytes)
-    cache.read_block(place, memoryview(out))
+    cache.read_blocks([place], [memoryview(out)], cache.mark())
     assert out == block
     layer = tensors[1].view(torch.uint8).reshape(-1, page_tokens, 96)
     assert layer[list(place)].numpy().tobytes() == block[64 * 96 : 2 * 64 * 96]

@@ -169,7 +169,7 @@ def test_a_lease_that_ended_meanwhile_is_replaced(model, embedded):
     store = embedded()
     chain = Chain(model, store, 12)
     queue = StoreQueue(chain.pool, store, deadline=10)
-    job = queue.job(chain.namespace)
+    job = queue.job(lambda: chain.namespace)
     for first, stop in pairwise((0, 4, 8, 12)):
         chain.add(job, first, stop)
         assert queue.flush(10)
@@ -186,7 +186,7 @@ def test_a_job_outlives_its_daemon_if_what_it_stored_does(model, fleet, flags):
     client = fleet.connect(daemon.url)
     chain = Chain(model, client, 8)
     queue = StoreQueue(chain.pool, client, deadline=10)
-    job = queue.job(chain.namespace)
+    job = queue.job(lambda: chain.namespace)
     chain.add(job, 0, 4)
     assert queue.flush(10)
     daemon.restart()
@@ -204,7 +204,7 @@ def half_filled(model, fleet, flags):
     one, two = fleet.connect(daemon.url), fleet.connect(daemon.url)
     chain, _ = Chain(model, one, 12), Chain(model, two, 12)
     first = StoreQueue(chain.pool, one, deadline=10)
-    job = first.job(chain.namespace)
+    job = first.job(lambda: chain.namespace)
     chain.add(job, 0, 4)
     assert first.flush(10)
     reserved = one.reserve(chain.namespace, chain.hashes[3], chain.hashes[4:8])
@@ -216,7 +216,7 @@ def half_filled(model, fleet, flags):
 
 
 def store_all(queue, chain):
-    job = queue.job(chain.namespace)
+    job = queue.job(lambda: chain.namespace)
     chain.add(job, 0, len(chain.hashes))
     job.finish()
 
