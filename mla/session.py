@@ -5,7 +5,6 @@ Nothing that happens to the store reaches the caller: it costs a miss and a coun
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from mla.cache import LatentCache
 from mla.decoding import Decoding, plan_decoding
 from mla.errors import Unsupported
 from mla.fingerprint import weights_fingerprint
+from mla.guard import or_miss
 from mla.numerics import config_digest, numerics
 from mla.pool import LatentPool
 from mla.prefix import Prefix, PrefixLoader
@@ -36,7 +36,6 @@ from mla.rope import check_rope_length
 from mla.storing import StoreJob, StoreQueue
 from mla.usage import Generation, Usage
 
-log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 PREFILL_CHUNK = 512  # tokens
@@ -324,12 +323,11 @@ class Session:
 
     def _guard(self, verb: str, work: Callable[[], Result], miss: Result) -> Result:
         """Whatever the store does wrong is a miss and a counter, never an error of the model's path."""
-        try:
-            return work()
-        except Exception as error:  # noqa: BLE001 - rule 3: a cache is never in the way
+
+        def failed(kind: str) -> None:
             self._counters[f"{verb}_failed"] += 1
-            log.warning("event=store_failed verb=%s kind=%s reason=%s", verb, type(error).__name__, error)
-            return miss
+
+        return or_miss(verb, work, miss, failed)
 
 
 def _units(points: Sequence[PersistPoint], whole: int, block: int) -> dict[int, UnitKind]:

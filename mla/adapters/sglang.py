@@ -7,7 +7,6 @@ blocks. Its threads call us: what waits here waits beside the model.
 from __future__ import annotations
 
 import hashlib
-import logging
 import threading
 import time
 from collections import Counter
@@ -33,10 +32,10 @@ from mla.adapters.host_pages import HostPages
 from mla.adapters.settings import Settings
 from mla.adapters.sglang_namespace import check_server, namespace, pool_layout
 from mla.errors import Unsupported
+from mla.guard import or_miss
 from mla.prefix import check_order
 from mla.storing import StoreQueue
 
-log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CALL_TIMEOUT = 2.0  # seconds that a call of the daemon may take
@@ -95,7 +94,7 @@ class LatentHiCache(HiCacheStorage):
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many leading ``keys`` can be loaded: one Match over the whole prefix."""
         before, chain = _chain(keys, extra_info)
-        found = self._guard("match", lambda: self._match(chain, store=False).blocks, 0)
+        found = self._guard("match", lambda: self._match(*self._named(chain), store=False).blocks, 0)
         hit = max(found - before, 0)
         self._count("found_pages", hit)
         return hit
@@ -176,17 +175,19 @@ class LatentHiCache(HiCacheStorage):
 
     # --- the verbs
 
-    def _match(self, chain: Sequence[str], *, store: bool) -> Match:
+    def _named(self, chain: Sequence[str]) -> tuple[bytes, list[bytes]]:
+        """The namespace's digest, and the chain's hashes under it."""
         key = self._namespaces.digest(self._namespace)
-        hashes = [_block_hash(key, page) for page in chain]
+        return key, [_block_hash(key, page) for page in chain]
+
+    def _match(self, key: bytes, hashes: Sequence[bytes], *, store: bool) -> Match:
         # SGLang never asks for the page whose last token must be computed, so all of these may hit.
         return self._store.match(key, hashes, len(hashes) * BLOCK_TOKENS + 1, store=store)
 
     def _load(self, chain: Sequence[str], before: int, pages: Sequence[int]) -> int:
         """How many pages were loaded."""
         done = 0
-        key = self._namespaces.digest(self._namespace)
-        hashes = [_block_hash(key, page) for page in chain]
+        key, hashes = self._named(chain)
         with self._store.load(key, hashes, first=before, timeout=self._settings.load_timeout) as load:
             for batch in load:
                 check_order(batch, before + done)
@@ -199,11 +200,10 @@ class LatentHiCache(HiCacheStorage):
         """Depth in blocks to which the chain is stored now."""
         if self._queue is None:
             return before
-        match = self._match(chain, store=True)
+        key, hashes = self._named(chain)
+        match = self._match(key, hashes, store=True)
         if match.reason is MissReason.UNAVAILABLE:
             return before
-        key = self._namespaces.digest(self._namespace)
-        hashes = [_block_hash(key, page) for page in chain]
         units = {point.tokens // BLOCK_TOKENS: point.kinds for point in match.persist_points}
         job = self._queue.job(lambda: key, hashes[before - 1] if before else ROOT, before)
         job.add(hashes[before:], pages, units)
@@ -216,13 +216,12 @@ class LatentHiCache(HiCacheStorage):
         """Whatever the store does wrong is a miss and a counter, never an error of SGLang's."""
         if self._cleared:
             return miss
-        try:
-            return work()
-        except Exception as error:  # noqa: BLE001 - rule 3: a cache is never in the way
-            self._count(f"{verb}_failed_{type(error).__name__}", 1)
-            log.warning("event=store_failed verb=%s kind=%s reason=%s", verb, type(error).__name__, error)
+
+        def failed(kind: str) -> None:
+            self._count(f"{verb}_failed_{kind}", 1)
             self._namespaces.forget(self._namespace)  # the daemon may have another data directory now
-            return miss
+
+        return or_miss(verb, work, miss, failed)
 
     def _count(self, name: str, times: int) -> None:
         with self._lock:

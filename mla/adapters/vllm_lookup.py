@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from array import array
 from collections import Counter
@@ -17,8 +16,7 @@ from kvstore.hashing import block_hashes
 from kvstore.layout import BLOCK_TOKENS
 from kvstore.namespace import Namespace
 from mla.adapters.chains import Chain, Namespaces
-
-log = logging.getLogger(__name__)
+from mla.guard import or_miss
 
 AdapterNamer = Callable[[str, str], str]
 
@@ -54,18 +52,20 @@ class Lookup:
 
     def match(self, tokens: Sequence[int], extra: Mapping[int, bytes], adapter: tuple[str, str]) -> Answer:
         """How much of a request can be loaded, and where it leaves units; never raises."""
-        try:
+
+        def matched() -> Answer:
             namespace = replace(self._base, adapter=self._adapter_name(*adapter))
             try:
                 return self._match(namespace, tokens, extra)
             except NamespaceUnknown:  # the daemon has another data directory than before
                 self._namespaces.forget(namespace)
                 return self._match(namespace, tokens, extra)
-        except Exception as error:  # noqa: BLE001 - rule 3: a cache is never in the way
-            with self._lock:
-                self._counters[f"match_failed_{type(error).__name__}"] += 1
-            log.warning("event=store_failed verb=match kind=%s reason=%s", type(error).__name__, error)
-            return Answer()
+
+        return or_miss("match", matched, Answer(), self._count_failure)
+
+    def _count_failure(self, kind: str) -> None:
+        with self._lock:
+            self._counters[f"match_failed_{kind}"] += 1
 
     def _match(self, namespace: Namespace, tokens: Sequence[int], extra: Mapping[int, bytes]) -> Answer:
         key = self._namespaces.digest(namespace)

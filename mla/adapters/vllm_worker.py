@@ -6,7 +6,6 @@ All ranks hold the same latents: all load, the first stores.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,9 @@ from kvstore.api import KVStore
 from mla.adapters.chains import Namespaces
 from mla.adapters.paged import PagedCache, Place
 from mla.adapters.vllm_orders import LoadOrder, SaveOrder, StepOrders
+from mla.guard import or_miss
 from mla.prefix import check_order
 from mla.storing import StoreJob, StoreQueue
-
-log = logging.getLogger(__name__)
 
 LOAD_THREADS = 4
 
@@ -149,12 +147,9 @@ class WorkerSide:
     # --- loads, on threads
 
     def _run_load(self, order: LoadOrder) -> None:
-        loaded = 0
-        try:
-            loaded = self._fill(order)
-        except Exception as error:  # noqa: BLE001 - rule 3: a cache is never in the way
-            self._count(f"load_failed_{type(error).__name__}")
-            log.warning("event=store_failed verb=load kind=%s reason=%s", type(error).__name__, error)
+        loaded = or_miss(
+            "load", lambda: self._fill(order), 0, lambda kind: self._count(f"load_failed_{kind}")
+        )
         missing = [page for place in order.places[loaded:] for page in place if page >= 0]
         with self._lock:
             cancelled = order.request in self._cancelled
