@@ -48,6 +48,11 @@ def rope_json(config: Mapping[str, Any]) -> str:
     return json.dumps(shape, sort_keys=True, separators=(",", ":"))
 
 
+def engine_rope_layout(config: Mapping[str, Any]) -> RopeLayout:
+    """Order of the rotated numbers in the keys that vLLM and SGLang cache, by a Hugging Face config dict."""
+    return "interleaved" if config.get("rope_interleave", True) else "halves"
+
+
 def rope_limit(config: Mapping[str, Any]) -> int | None:
     """Longest sequence (tokens) for which cached keys are right; None is no limit.
 

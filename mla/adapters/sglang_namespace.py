@@ -15,7 +15,7 @@ from kvstore.namespace import Namespace
 from mla.adapters.checkpoint import checkpoint_directory, checkpoint_revision, entries_digest
 from mla.adapters.settings import Settings
 from mla.errors import Unsupported
-from mla.rope import rope_json, rope_limit
+from mla.rope import engine_rope_layout, rope_json, rope_limit
 
 _DTYPES = {
     torch.bfloat16: DType.BF16,
@@ -83,5 +83,5 @@ def namespace(config: HiCacheStorageConfig, layout: LatentLayout, settings: Sett
         revision=json.dumps(parts, sort_keys=True),
         tenant=settings.tenant,
         rope=rope_json(entries),
-        rope_layout="interleaved" if entries.get("rope_interleave", True) else "halves",
+        rope_layout=engine_rope_layout(entries),
     )

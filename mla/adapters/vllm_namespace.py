@@ -18,7 +18,7 @@ from mla.adapters.settings import Settings
 from mla.adapters.vllm_plan import PAGE_TOKENS
 from mla.errors import Unsupported
 from mla.fingerprint import checkpoint_fingerprint
-from mla.rope import check_rope_length, rope_json, rope_limit
+from mla.rope import check_rope_length, engine_rope_layout, rope_json, rope_limit
 
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.FP16, "float32": DType.FP32}
 _CACHE_DTYPES = {"fp8": DType.FP8, "fp8_e4m3": DType.FP8, "fp8_ds_mla": DType.FP8_DS_MLA}
@@ -120,7 +120,7 @@ def base_namespace(config: VllmConfig, layout: LatentLayout, settings: Settings)
         revision=json.dumps(parts, sort_keys=True),
         tenant=settings.tenant,
         rope=rope_json(text),
-        rope_layout="interleaved" if text.get("rope_interleave", True) else "halves",
+        rope_layout=engine_rope_layout(text),
     )
 
 
