@@ -17,11 +17,11 @@ from pathlib import Path
 import kvstore
 from benchmarks.arguments import machine, write_json
 from benchmarks.daemon import Daemon
-from kvstore.api import KVStore, Match, MissReason, ReserveState
-from kvstore.hashing import ROOT, block_hashes
+from kvstore.api import Match, MissReason
+from kvstore.hashing import block_hashes
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
-from kvstore.units import UnitKind, UnitMark
+from kvstore.testing.chains import store_chain
 from server.tally import Tally, Worth
 
 LAYOUT = LatentLayout(num_layers=1, latent_rank=64, rope_dim=0)
@@ -57,15 +57,6 @@ def each(calls: int, clock: Callable[[], float], call: Callable[[], object]) -> 
     return (clock() - began) / calls * 1e6
 
 
-def store_chain(store: KVStore, namespace: bytes, hashes: list[bytes]) -> None:
-    """Store a document of zeroes."""
-    answer = store.reserve(namespace, ROOT, hashes)
-    filled = [block.hash for block in answer.blocks if block.state is ReserveState.FILL]
-    ticket = store.commit(answer.lease, filled, [UnitMark(hashes[-1], UnitKind.REQUEST_END)])
-    store.durable(ticket)
-    store.release(answer.lease)
-
-
 def measure(blocks: int, rounds: int) -> list[Cost]:
     """Costs of Match and of a warm load of a document of so many blocks, medians over rounds."""
     tally = Tally(Worth(prefill_rate=5000.0))
@@ -86,7 +77,7 @@ def measure(blocks: int, rounds: int) -> list[Cost]:
             store = kvstore.connect(daemon.url)
             namespace = store.open_namespace(Namespace(LAYOUT, model="observed"))
             hashes = block_hashes(namespace, list(range(64 * blocks)))
-            store_chain(store, namespace, hashes)
+            store_chain(store, namespace, hashes, nbytes=LAYOUT.block_bytes)
 
             def load() -> None:
                 with store.load(namespace, hashes) as stream:

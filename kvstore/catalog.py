@@ -309,18 +309,19 @@ class Catalog:
 
     def _records(self, db: Any, fields: np.dtype[np.void]) -> Iterator[NDArray[np.void]]:
         """The sound records of a database, in arrays of bounded length."""
-        last = b""
-        while pairs := self._pairs_behind(db, last):
-            last = pairs[-1][0]
+        for pairs in self._chunks(db):
             records = _sound(pairs, fields)
             self.skipped += len(pairs) - len(records)
             yield records
 
     def _scan(self, db: Any) -> Iterator[tuple[bytes, bytes]]:
+        return chain.from_iterable(self._chunks(db))
+
+    def _chunks(self, db: Any) -> Iterator[list[tuple[bytes, bytes]]]:
         last = b""
-        while chunk := self._pairs_behind(db, last):
-            yield from chunk
-            last = chunk[-1][0]
+        while pairs := self._pairs_behind(db, last):
+            yield pairs
+            last = pairs[-1][0]
 
     def _pairs_behind(self, db: Any, last: bytes) -> list[tuple[bytes, bytes]]:
         # Short transactions: a suspended iterator must not keep an old snapshot alive.

@@ -130,7 +130,7 @@ class Embedded:
 
         def reserve() -> tuple[Reserved, int]:
             answer = self._store.reserve(self._holder, namespace, parent, hashes, lease)
-            return answer, self._store.block_bytes(namespace)
+            return answer, self._store.space(namespace).block_bytes
 
         answer, block_bytes = self._call(reserve)
         offsets = iter(answer.offsets)

@@ -46,7 +46,10 @@ class Reader:
 class ReaderGroup:
     """The readers of one document load. Those that have not come yet stand at its first block."""
 
-    def __init__(self, count: int, first: int, window: int, table: ReaderGroups) -> None:
+    def __init__(
+        self, key: tuple[int, bytes], count: int, first: int, window: int, table: ReaderGroups
+    ) -> None:
+        self.key = key
         self.count = count
         self._absent = count
         self._first = first
@@ -140,7 +143,7 @@ class ReaderGroups:
             if key in self._over:
                 return None
             window = min(max(self._window_bytes // block_bytes, 1), MAX_WINDOW)
-            group = self._groups[key] = ReaderGroup(readers.count, first, window, self)
+            group = self._groups[key] = ReaderGroup(key, readers.count, first, window, self)
         if group.count != readers.count:
             raise InvalidArgument(
                 f"readers.count={readers.count} in a group of {group.count}: all of them must say the same"
@@ -149,6 +152,5 @@ class ReaderGroups:
 
     def forget(self, group: ReaderGroup) -> None:
         """A group without readers has ended."""
-        for key in [key for key, kept in self._groups.items() if kept is group]:
-            del self._groups[key]
-            self._over.append(key)
+        del self._groups[group.key]
+        self._over.append(group.key)

@@ -142,10 +142,6 @@ class Store:
         number, digest = await self._writer.add_namespace(namespace)
         return self._spaces.admit(number, namespace, digest).digest
 
-    def block_bytes(self, namespace: bytes) -> int:
-        """Bytes of a block of an open namespace. Raises ``NamespaceUnknown``."""
-        return self._spaces.get(namespace).block_bytes
-
     def space(self, namespace: bytes) -> Space:
         """The open namespace with this digest. Raises ``NamespaceUnknown``."""
         return self._spaces.get(namespace)

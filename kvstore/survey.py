@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,15 +72,17 @@ def survey(index: PrefixIndex, spaces: SpaceTable, top: int) -> Survey:
             hits=use.hits,
         )
 
-    def first(key: Callable[[int], int]) -> list[UnitSurvey]:
-        return [unit(row) for row in heapq.nlargest(top, index.units, key)]
+    def first(rows: Iterable[int], key: Callable[[int], int]) -> list[UnitSurvey]:
+        return [unit(row) for row in heapq.nlargest(top, rows, key)]
 
     def weight(row: int) -> int:
         return index.depth[row] * spaces.of(index.namespace[row]).block_bytes
 
-    used = [row for row in index.units if index.units[row].hits]
-    valued = heapq.nlargest(top, used, lambda row: index.depth[row] * index.units[row].hits)
-    return Survey(_namespaces(index, spaces), first(weight), [unit(row) for row in valued])
+    def value(row: int) -> int:
+        return index.depth[row] * index.units[row].hits
+
+    used = (row for row in index.units if index.units[row].hits)
+    return Survey(_namespaces(index, spaces), first(index.units, weight), first(used, value))
 
 
 def _namespaces(index: PrefixIndex, spaces: SpaceTable) -> list[NamespaceSurvey]:

@@ -181,10 +181,6 @@ class LatentPool:
         """What was computed so far in this thread's current stream; for ``read_blocks``."""
         return self._transfer.mark()
 
-    def read_block(self, block: int, out: memoryview) -> None:
-        """Copy a referenced block's bytes, as computed so far, to writable ``out``; see ``read_blocks``."""
-        self.read_blocks([block], [out], self.mark())
-
     def read_blocks(self, blocks: Sequence[int], outs: Sequence[memoryview], after: Mark | None) -> None:
         """Copy referenced blocks' bytes, complete at ``after``, to writable ``outs``; done when it returns.
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import struct
 from pathlib import Path
 from typing import Protocol
 
 import lmdb
-import numpy as np
 
 from kvstore.errors import CorruptBlock, DiskError
 from kvstore.payloads import Place
 from kvstore.payloads.direct import PAGE_BYTES, DirectFile, Run
-from kvstore.payloads.lmdb import LmdbPayloads
+from kvstore.payloads.lmdb import KEY, LmdbPayloads, copy_value
 from kvstore.payloads.slab import SlabPayloads, eighths_of, slab_name, slot_bytes, split_key
 from kvstore.settings import PayloadKind
-
-_KEY = struct.Struct(">Q")
 
 
 class Inspector(Protocol):
@@ -71,7 +67,7 @@ class LmdbInspector:
             return set()
         try:
             with self._env.begin(db=self._places) as txn, txn.cursor() as cursor:
-                keys = (_KEY.unpack(key)[0] for key in cursor.iternext(keys=True, values=False))
+                keys = (KEY.unpack(key)[0] for key in cursor.iternext(keys=True, values=False))
                 return {key for key in keys if key}
         except lmdb.Error as error:
             raise DiskError(f"payloads in {self._path} cannot be listed: {error}") from error
@@ -85,11 +81,7 @@ class LmdbInspector:
                 self._direct.read(run.used, place.page * PAGE_BYTES)
                 return
             with self._env.begin(buffers=True, db=self._payloads) as txn:
-                value = txn.get(_KEY.pack(place.key))
-                if value is None or value.nbytes != run.length:
-                    found = "is missing" if value is None else f"has {value.nbytes} bytes"
-                    raise CorruptBlock(f"payload {place.key} {found}; expected {run.length} bytes")
-                np.copyto(np.frombuffer(run.payload, np.uint8), np.frombuffer(value, np.uint8))
+                copy_value(txn.get(KEY.pack(place.key)), run, f"payload {place.key}")
         except lmdb.Error as error:
             raise CorruptBlock(f"payload {place.key} in {self._path}: {error}") from error
         except OSError as error:

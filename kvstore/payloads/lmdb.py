@@ -27,9 +27,9 @@ from kvstore.payloads.lmdb_file import LmdbDamaged, LmdbFile
 
 _log = logging.getLogger(__name__)
 
-_KEY = struct.Struct(">Q")
-_KEY_DTYPE = np.dtype(_KEY.format)
-_NEXT_KEY = _KEY.pack(0)  # holds the next place, so that freeing the last payload does not lose it
+KEY = struct.Struct(">Q")
+_KEY_DTYPE = np.dtype(KEY.format)
+_NEXT_KEY = KEY.pack(0)  # holds the next place, so that freeing the last payload does not lose it
 # Header in front of a payload in its first page, by the engine's major version. The larger of the
 # two keeps ``stored_bytes`` an upper bound whichever engine wrote the file.
 _PAGE_HEADERS = {0: 16, 1: 24}
@@ -146,8 +146,8 @@ class LmdbPayloads:
             self._require_room(txn, items)
             db = self._env.file.db
             for key, item in zip(keys, items, strict=True):
-                txn.put(_KEY.pack(key), item.payload, append=True, db=db["payloads"])
-                txn.put(_KEY.pack(key), b"", append=True, db=db["places"])
+                txn.put(KEY.pack(key), item.payload, append=True, db=db["payloads"])
+                txn.put(KEY.pack(key), b"", append=True, db=db["places"])
 
         self._commit(put)
         return self._places_of(keys)
@@ -157,7 +157,7 @@ class LmdbPayloads:
         file = self._env.file
         try:
             with file.env.begin(buffers=True, db=file.db["payloads"]) as txn:
-                values = [txn.get(_KEY.pack(key)) for key in keys]
+                values = [txn.get(KEY.pack(key)) for key in keys]
                 return [self._place_of(key, value) for key, value in zip(keys, values, strict=True)]
         except (lmdb.Error, OSError) as error:
             _log.warning("event=no_direct_reads path=%s reason=%s", self._path, error)
@@ -199,12 +199,8 @@ class LmdbPayloads:
 
     def _get_into(self, file: LmdbFile, key: int, run: Run) -> None:
         with file.env.begin(buffers=True) as txn:
-            value = txn.get(_KEY.pack(key), db=file.db["payloads"])
-            if value is None or value.nbytes != run.length:
-                found = "is missing" if value is None else f"has {value.nbytes} bytes"
-                raise CorruptBlock(f"payload {key} in {self._path} {found}; expected {run.length} bytes")
-            # numpy copies without the GIL, so that several reads run at once.
-            np.copyto(np.frombuffer(run.payload, np.uint8), np.frombuffer(value, np.uint8))
+            value = txn.get(KEY.pack(key), db=file.db["payloads"])
+            copy_value(value, run, f"payload {key} in {self._path}")
 
     def free(self, keys: Sequence[int]) -> None:
         """See ``Payloads.free``."""
@@ -221,13 +217,13 @@ class LmdbPayloads:
         def delete(txn: lmdb.Transaction) -> None:
             for key in keys:
                 for db in self._env.file.db.values():
-                    txn.delete(_KEY.pack(key), db=db)
+                    txn.delete(KEY.pack(key), db=db)
             self._note_next(txn)
 
         self._commit(delete)
 
     def _note_next(self, txn: lmdb.Transaction) -> None:
-        txn.put(_NEXT_KEY, _KEY.pack(self._next), db=self._env.file.db["places"])
+        txn.put(_NEXT_KEY, KEY.pack(self._next), db=self._env.file.db["places"])
 
     def retain(self, named: Keys) -> set[int]:
         """See ``Payloads.retain``."""
@@ -258,7 +254,7 @@ class LmdbPayloads:
             if not file.whole():
                 raise DiskError(f"payloads in {self._path}: the file was truncated or deleted")
             with file.env.begin(db=file.db["places"]) as txn, txn.cursor() as cursor:
-                found = cursor.set_range(_KEY.pack(last + 1))
+                found = cursor.set_range(KEY.pack(last + 1))
                 keys = islice(cursor.iternext(keys=True, values=False), _KEYS_A_TXN if found else 0)
                 chunk = np.frombuffer(b"".join(keys), _KEY_DTYPE).astype(np.int64)
             file.drop_pages()
@@ -280,9 +276,18 @@ class LmdbPayloads:
             env.close()
 
 
+def copy_value(value: memoryview | None, run: Run, name: str) -> None:
+    """Fill ``run.payload`` with a value found; raises ``CorruptBlock`` if that can't be the payload."""
+    if value is None or value.nbytes != run.length:
+        found = "is missing" if value is None else f"has {value.nbytes} bytes"
+        raise CorruptBlock(f"{name} {found}; expected {run.length} bytes")
+    # numpy copies without the GIL, so that several reads run at once.
+    np.copyto(np.frombuffer(run.payload, np.uint8), np.frombuffer(value, np.uint8))
+
+
 def _last_place(file: LmdbFile) -> int:
     """The highest place ever given out, as far as this environment knows; 0 for none."""
     with file.env.begin(db=file.db["places"], buffers=True) as txn, txn.cursor() as cursor:
-        last: int = _KEY.unpack(cursor.key())[0] if cursor.last() else 0
+        last: int = KEY.unpack(cursor.key())[0] if cursor.last() else 0
         noted = txn.get(_NEXT_KEY)
-        return max(last, _KEY.unpack(noted)[0] - 1) if noted is not None else last
+        return max(last, KEY.unpack(noted)[0] - 1) if noted is not None else last

@@ -39,11 +39,6 @@ class Trace:
     requests: list[Request]
 
     @property
-    def asked_blocks(self) -> int:
-        """Blocks of all prompts."""
-        return sum(len(request.blocks) for request in self.requests)
-
-    @property
     def distinct_blocks(self) -> int:
         """Blocks that an endless cache would hold."""
         return len({block for request in self.requests for block in request.blocks})

@@ -93,7 +93,7 @@ async def fill(
     """Reserve a chain with a new lease and write its bytes; the lease."""
     reserved = store.reserve(holder, namespace, parent, hashes, 0)
     assert set(reserved.states) == {ReserveState.FILL}
-    nbytes = store.block_bytes(namespace)
+    nbytes = store.space(namespace).block_bytes
     for block, offset in zip(hashes, reserved.offsets, strict=True):
         store.arena.memory[offset : offset + nbytes] = content(block, nbytes)
     return reserved.lease

@@ -59,7 +59,7 @@ def test_one_flipped_block_changes_the_logits(model):
         want = chunks(model, ids, cache, 256)[-1]
         blocks = move_blocks(pool, cache.block_table()[:12])
     data = bytearray(pool.layout.block_bytes)
-    pool.read_block(blocks[1], memoryview(data))
+    pool.read_blocks([blocks[1]], [memoryview(data)], pool.mark())
     pool.write_block(blocks[1], memoryview(bytes(byte ^ 0x80 for byte in data)))
     with LatentCache.from_prefix(pool, blocks, 768) as cache:
         got = forward(model, ids[:, 768:], cache)

@@ -22,7 +22,7 @@ def content(seed: int) -> memoryview:
 
 def read(pool: LatentPool, block: int) -> bytes:
     out = bytearray(LAYOUT.block_bytes)
-    pool.read_block(block, memoryview(out))
+    pool.read_blocks([block], [memoryview(out)], pool.mark())
     return bytes(out)
 
 

@@ -107,7 +107,7 @@ def move_blocks(pool: LatentPool, blocks: list[int]) -> list[int]:
     targets = [fresh[i] for i in order]
     for source, target in zip(blocks, targets, strict=True):
         data = memoryview(bytearray(pool.layout.block_bytes))
-        pool.read_block(source, data)
+        pool.read_blocks([source], [data], pool.mark())
         pool.write_block(target, data.toreadonly())
     return targets
 

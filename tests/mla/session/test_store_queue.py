@@ -226,7 +226,7 @@ def test_blocks_that_another_worker_fills_are_waited_for(half_filled):
     store_all(queue, chain)
     assert not queue.flush(0.3)
     for block, source in zip(reserved.blocks, chain.blocks[4:8], strict=True):
-        chain.pool.read_block(source, block.data)
+        chain.pool.read_blocks([source], [block.data], chain.pool.mark())
     one.commit(reserved.lease, chain.hashes[4:8])
     assert queue.flush(60)
     assert chain.matched(two) == 12
