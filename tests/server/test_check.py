@@ -16,10 +16,11 @@ from kvstore.catalog import BlockRecord, Catalog
 from kvstore.checking import check
 from kvstore.embedded import Embedded
 from kvstore.errors import DataDirError
-from kvstore.hashing import block_hashes
+from kvstore.hashing import ROOT, block_hashes
 from kvstore.namespace import Namespace
 from kvstore.payloads.direct import Run
 from kvstore.payloads.kinds import OPEN
+from kvstore.records import FaultKind
 from kvstore.settings import MIB, PayloadKind, StoreSettings
 from kvstore.testing.chains import OTHER, SMALL, content, load_chain, store_chain, tokens
 from server.cli import app
@@ -266,3 +267,30 @@ def test_what_is_no_store_is_refused_and_left_alone(kind: PayloadKind, tmp_path:
     os.truncate(made.path / "catalog" / "data.mdb", 8192)
     with pytest.raises(DataDirError, match="catalogue"):
         check(made.path)
+
+
+def test_blocks_behind_one_that_was_given_up_are_cut_off_until_that_is_stored(
+    tmp_path: Path, kind: str
+) -> None:
+    settings = StoreSettings(tmp_path / "data", host_bytes=MIB, disk_bytes=16 * MIB, payloads=kind)  # type: ignore[arg-type]
+    with Embedded(settings) as store:
+        namespace = store.open_namespace(Namespace(layout=SMALL))
+        hashes = block_hashes(namespace, tokens(1, 6))
+        other = store.reserve(namespace, ROOT, hashes[:3])
+        for block in other.blocks:
+            assert block.data is not None
+            block.data[:] = content(block.hash, SIZE)
+        store.commit(other.lease, hashes[:2])
+        assert store_chain(
+            store, namespace, hashes
+        )  # the third is pending, so the others are stored behind it
+        store.release(other.lease)
+        assert load_chain(store, namespace, hashes) == 2
+    found = check(settings.data)
+    assert [(fault.kind, fault.subject) for fault in found.faults] == [
+        (FaultKind.PARENT_MISSING, hashes[3].hex())
+    ]
+    with Embedded(settings) as store:
+        assert store_chain(store, namespace, hashes)
+        assert load_chain(store, namespace, hashes) == 6
+    assert check(settings.data).sound
