@@ -42,7 +42,7 @@ def _parse(options: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("data_path", "Loads and stores of a daemon beside the limits of disk and memory.")
     parser.add_layout()
     add = parser.add_argument
-    add("--blocks", type=arguments.at_least(1), default=256, metavar="N", help="of the document [256]")
+    add("--blocks", type=arguments.at_least(1), default=512, metavar="N", help="of the document [512]")
     add("--rounds", type=arguments.at_least(1), default=10, metavar="N", help="interleaved rounds [10]")
     add("--device", default="cpu", help="torch device of the worker's pool [cpu]")
     add("--peers", choices=("lmcache",), action="append", default=[], help="measure these stores too")
