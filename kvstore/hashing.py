@@ -77,4 +77,5 @@ def split_hashes(blob: bytes) -> list[bytes]:
     """Cut a concatenation of hashes. Raises ``InvalidArgument`` for a wrong length."""
     if len(blob) % HASH_BYTES:
         raise InvalidArgument(f"{len(blob)} bytes are no whole number of {HASH_BYTES}-byte hashes")
-    return [blob[i : i + HASH_BYTES] for i in range(0, len(blob), HASH_BYTES)]
+    hashes: list[bytes] = np.frombuffer(blob, f"V{HASH_BYTES}").tolist()
+    return hashes

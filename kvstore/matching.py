@@ -53,7 +53,7 @@ class Matcher:
         index, rows = self._index, walk.rows
         unit = len(rows) if self._policy == "block" else index.deepest_unit(rows)
         blocks = min(prompt.aligned(unit), prompt.usable_blocks)
-        host = sum(index.slot[row] != NONE for row in rows[:blocks])
+        host = index.in_arena(rows[:blocks])
         return Match(
             blocks=blocks,
             host_blocks=host,

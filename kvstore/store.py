@@ -338,6 +338,9 @@ class Store:
 
 
 def _check_hashes(hashes: Sequence[bytes]) -> None:
+    # In one go first: a prompt has thousands, and hardly ever a wrong one.
+    if set(map(type, hashes)) <= {bytes} and set(map(len, hashes)) <= {HASH_BYTES}:
+        return
     for block in hashes:
         if not isinstance(block, bytes) or len(block) != HASH_BYTES:
             raise InvalidArgument(f"{block!r:.80} is no block hash: {HASH_BYTES} bytes")
