@@ -7,6 +7,7 @@ a ``Holder``; what it holds ends with ``release``, with its connection, or by th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -91,20 +92,18 @@ class Store:
         ``DataDirError``, ``ArenaUnavailable``, and ``DiskError`` if the disk fails already.
         """
         disk = await asyncio.to_thread(DiskTier, settings, open_payloads, observer)
-        try:
-            arena = await asyncio.to_thread(
-                Arena, settings.host_bytes, lead=disk.lead, numa_node=settings.numa_node
-            )
-        except BaseException:
-            disk.close()
-            raise
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(disk.close)
+            arena = Arena(settings.host_bytes, lead=disk.lead)
+            undo.callback(arena.close)
             store = cls(settings, disk, arena, observer or Unobserved())
-            await asyncio.to_thread(store._restore)
-        except BaseException:
-            arena.close()
-            disk.close()
-            raise
+            # Side by side: one waits for the kernel to find memory, the other one computes.
+            backing = asyncio.to_thread(arena.back, settings.numa_node)
+            restoring = asyncio.to_thread(store._restore)
+            for failure in await asyncio.gather(backing, restoring, return_exceptions=True):
+                if failure is not None:
+                    raise failure
+            undo.pop_all()
         store._writer.start()
         store._clock = asyncio.create_task(store._expire_leases())
         return store
