@@ -63,8 +63,10 @@ def block_hashes(
     data = as_tokens(tokens).tobytes()
     step = 4 * block_tokens
     hashes: list[bytes] = []
+    keyed = hashlib.blake2b(key=key, digest_size=HASH_BYTES)  # a copy costs less than another one
     for index in range(len(data) // step):
-        hasher = hashlib.blake2b(parent, key=key, digest_size=HASH_BYTES)
+        hasher = keyed.copy()
+        hasher.update(parent)
         hasher.update(data[index * step : (index + 1) * step])
         if extra and index in extra:
             hasher.update(extra[index])

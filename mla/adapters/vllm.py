@@ -70,6 +70,7 @@ class LatentKVConnector(KVConnectorBase_V1, SupportsHMA):
             Lookup(kvstore.connect(self._settings.url, timeout=CALL_TIMEOUT), base, adapter_name),
             self._settings,
             self._shape.page_tokens,
+            ranks=self._vllm_config.parallel_config.local_world_size,
             events=events is not None and events.enable_kv_cache_events,
         )
 
