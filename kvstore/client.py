@@ -141,12 +141,21 @@ class Client:
             self._damaged += 1
 
     def reserve(
-        self, namespace: bytes, parent: bytes, hashes: Sequence[bytes], *, lease: int = 0
+        self,
+        namespace: bytes,
+        parent: bytes,
+        hashes: Sequence[bytes],
+        *,
+        lease: int = 0,
+        epoch: int | None = None,
     ) -> Reservation:
         """See ``KVStore.reserve``."""
         block_bytes = self._block_bytes_of(namespace)
         request = pb.ReserveRequest(
-            namespace=namespace, parent=wire.digest(parent), hashes=wire.join_hashes(hashes)
+            namespace=namespace,
+            parent=wire.digest(parent),
+            hashes=wire.join_hashes(hashes),
+            epoch=None if epoch is None else wire.unsigned("epoch", epoch),
         )
         if lease:
             held = self._lease(lease)

@@ -48,6 +48,14 @@ class ParentMissing(KVStoreError):
     """The chain up to the first block is not stored. Reserve from the first block."""
 
 
+class UnitUnknown(KVStoreError):
+    """No unit has this name, or more than one begins so. List the units and name one."""
+
+
+class EpochPassed(KVStoreError):
+    """Something of the namespace was deleted since these blocks were made. Match again."""
+
+
 class TicketUnknown(KVStoreError):
     """The ticket was never given out by this store, or is too old to be remembered."""
 

@@ -17,6 +17,12 @@ from kvstore.prefix_index import NONE, BlockState, PrefixIndex, Walk
 from kvstore.settings import Policy
 from kvstore.units import plan_input
 
+_GONE = {
+    Departure.CAPACITY: MissReason.EVICTED,
+    Departure.EXPIRED: MissReason.EXPIRED,
+    Departure.DELETED: MissReason.DELETED,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -104,7 +110,7 @@ class Matcher:
             return MissReason.PENDING
         gone = self._ghosts.gone(prompt.hashes[stored])
         if gone is not None:
-            return MissReason.EVICTED if gone.why is Departure.CAPACITY else MissReason.LOST
+            return _GONE.get(gone.why, MissReason.LOST)
         if walk.next_row != NONE or prompt.hashes[stored] in self._ghosts:
             return MissReason.NOT_STORED
         if stored and self._index.children[walk.rows[-1]]:

@@ -88,6 +88,7 @@ class PrefixIndex:
         self.codec = bytearray()
         self.checksum = array("Q")  # xxh3-64 of the raw block; valid with a place
         self.used = array("d")  # unix seconds
+        self.created = array("I")  # unix seconds, when the block was stored
         self.kinds = bytearray()
         self.units: dict[int, UnitUse] = {}
 
@@ -112,6 +113,7 @@ class PrefixIndex:
         self.namespace[row] = namespace
         self.depth[row] = depth
         self.used[row] = used
+        self.created[row] = int(used)
         self.parent[row] = parent
         if parent != NONE:
             self.children[parent] += 1
@@ -135,6 +137,7 @@ class PrefixIndex:
             self.length,
             self.checksum,
             self.used,
+            self.created,
         ):
             counts.frombytes(bytes(rows * counts.itemsize))
         for flags in (self.state, self.codec, self.kinds):
@@ -159,6 +162,7 @@ class PrefixIndex:
             ("length", self.length),
             ("checksum", self.checksum),
             ("used", self.used),
+            ("used", self.created),  # a block is recorded once, when it is written
         ):
             view(column)[first:] = records[name]
         view(self.codec)[first:] = records["codec"]
@@ -271,6 +275,13 @@ class PrefixIndex:
     def forks(self, row: int) -> bool:
         """Whether chains part behind this row, and no unit ends there yet."""
         return self.state[row] == BlockState.PRESENT and self.children[row] > 1 and not self.kinds[row]
+
+    def stored_above(self, row: int) -> int:
+        """The next block above that is no hole (holes go with the last block below them); or NONE."""
+        row = self.parent[row]
+        while row != NONE and self.state[row] == BlockState.ABSENT:
+            row = self.parent[row]
+        return row
 
     def on_disk(self) -> int:
         """How many blocks have a place."""

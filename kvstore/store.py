@@ -13,12 +13,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena, SlotState
 from kvstore.audit import audit
+from kvstore.curation import Curator
 from kvstore.disk import DiskTier
+from kvstore.erasing import Eraser
 from kvstore.errors import InvalidArgument, Unavailable
+from kvstore.expiry import Expiry
 from kvstore.ghosts import GhostList, Gone
 from kvstore.hashing import HASH_BYTES
 from kvstore.host import HostTier
@@ -28,7 +32,7 @@ from kvstore.matching import Matcher, Prompt
 from kvstore.namespace import Namespace
 from kvstore.observer import Departure, Observer, Unobserved
 from kvstore.payloads import OpenPayloads
-from kvstore.prefix_index import PrefixIndex
+from kvstore.prefix_index import NONE, PrefixIndex, Walk
 from kvstore.readers import ReaderGroups
 from kvstore.reserving import Reserved, Reserver
 from kvstore.restore import restore, used_bytes
@@ -76,7 +80,25 @@ class Store:
         )
         # Readers hold half of the arena; half of the rest is what they may be apart.
         self._readers = ReaderGroups(self._quota_bytes // 2, self._host.notify_room, self.counters)
-        self._clock: asyncio.Task[None] | None = None
+        self._expiry = Expiry(
+            self._index,
+            self._writer,
+            self.counters,
+            ttl=settings.ttl_seconds,
+            max_age=settings.max_age_seconds,
+        )
+        eraser = Eraser(
+            self._index,
+            self._spaces,
+            self._leases,
+            self._host,
+            disk,
+            self._writer,
+            self.counters,
+            self._expire,
+        )
+        self.curator = Curator(self._index, self._spaces, eraser)
+        self._clocks: list[asyncio.Task[None]] = []
         self._closing = False
 
     @classmethod
@@ -105,12 +127,12 @@ class Store:
                     raise failure
             undo.pop_all()
         store._writer.start()
-        store._clock = asyncio.create_task(store._expire_leases())
+        store._clocks = [asyncio.create_task(clock()) for clock in (store._expire_leases, store._tend)]
         return store
 
     def _restore(self) -> None:
         self._spaces.restore()
-        self._writer.used_bytes = restore(self._index, self._disk, self._spaces, self.counters)
+        self._writer.room.used = restore(self._index, self._disk, self._spaces, self.counters)
 
     # --- workers
 
@@ -138,7 +160,7 @@ class Store:
             return known.digest
         check_interval(self.settings.interval, namespace.layout.block_tokens)
         self._spaces.fit(namespace.layout)
-        number, digest = await self._writer.add_namespace(namespace)
+        number, digest = await self._writer.record(self._disk.add_namespace, namespace)
         return self._spaces.admit(number, namespace, digest).digest
 
     def space(self, namespace: bytes) -> Space:
@@ -158,9 +180,9 @@ class Store:
         if align <= 0 or (align % block_tokens and block_tokens % align):
             raise InvalidArgument(f"align={align} is no positive multiple of {block_tokens} tokens")
         prompt = Prompt(space.id, hashes, tokens, block_tokens, math.lcm(align, block_tokens))
-        walk = self._index.walk(space.id, hashes)
+        walk = self._walk(space, hashes)
         common = self._matcher.common_prefix(prompt, walk)
-        match = self._matcher.match(prompt, walk, common)
+        match = replace(self._matcher.match(prompt, walk, common), epoch=self._spaces.epochs.of(space.id))
         if store:
             if common == len(walk.rows) > 0:
                 self._reserver.mark(walk.rows[-1], UnitKind.COMMON_PREFIX)
@@ -171,6 +193,11 @@ class Store:
         if match.reason is not MissReason.NONE:
             self.counters[f"miss_{match.reason}"] += 1
         return match
+
+    def _walk(self, space: Space, hashes: Sequence[bytes]) -> Walk:
+        if space.id in self._spaces.epochs.erasing:
+            return Walk([], NONE)
+        return self._index.walk(space.id, hashes)
 
     def load(
         self,
@@ -186,7 +213,7 @@ class Store:
         _check_hashes(hashes)
         if not 0 <= first <= len(hashes):
             raise InvalidArgument(f"first={first} is outside [0, {len(hashes)}]")
-        rows = self._index.walk(space.id, hashes).rows
+        rows = self._walk(space, hashes).rows
         reader = self._readers.join(space.id, readers, first, space.block_bytes) if readers else None
         now = time.time()
         self._index.touch(rows, now)
@@ -216,12 +243,22 @@ class Store:
             self._writer.unit_used(rows[unit - 1])
 
     def reserve(
-        self, holder: Holder, namespace: bytes, parent: bytes, hashes: Sequence[bytes], lease: int
+        self,
+        holder: Holder,
+        namespace: bytes,
+        parent: bytes,
+        hashes: Sequence[bytes],
+        lease: int,
+        epoch: int | None = None,
     ) -> Reserved:
         """Slots for the blocks of a chain that are not stored; see ``kvstore.api.KVStore``."""
         self._accepting()
         _check_hashes((parent, *hashes))
-        return self._reserver.reserve(holder, self._spaces.get(namespace), parent, hashes, lease)
+        space = self._spaces.get(namespace)
+        self._spaces.epochs.require(space.id, epoch)
+        if space.id in self._spaces.epochs.erasing:
+            return self._reserver.put_off(holder, space, len(hashes), lease)
+        return self._reserver.reserve(holder, space, parent, hashes, lease)
 
     def slot_for_upload(self, holder: Holder, lease: int, block: bytes) -> memoryview:
         """The bytes of a slot being filled, for a worker that cannot map the arena.
@@ -276,6 +313,16 @@ class Store:
                 self.counters["expired_leases"] += 1
                 self._expire(lease)
 
+    async def _tend(self) -> None:
+        while True:
+            await asyncio.sleep(self._expiry.tick)
+            self._writer.keep_uses()
+            await self.expire(time.time())
+
+    async def expire(self, now: float) -> int:
+        """Drop what has expired at ``now`` (unix seconds); how many blocks. The store does so by itself."""
+        return await self._expiry.sweep(now)
+
     def _expire(self, lease: Lease) -> None:
         lease.expired = True
         if lease.holder.mapped:
@@ -299,7 +346,7 @@ class Store:
         slots = sum(self.arena.count(state) for state in SlotState if state is not SlotState.FREE)
         return Status(
             host=TierStatus(self.arena.used_bytes, self.arena.nbytes, slots),
-            disk=TierStatus(self._writer.used_bytes, self.settings.disk_bytes, self._index.on_disk()),
+            disk=TierStatus(self._writer.room.used_bytes, self.settings.disk_bytes, self._index.on_disk()),
             mode="host_only" if self._writer.failing else "ok",
             pinned=self.arena.pinned,
             dirty_blocks=self._writer.dirty_blocks,
@@ -317,15 +364,16 @@ class Store:
         """Violated invariants over all tables; empty when sound. For tests."""
         faults = audit(self._index, self.arena, self._leases, reading=self._host.reading())
         counted = used_bytes(self._index, self._disk, self._spaces)
-        if counted != self._writer.used_bytes:
-            faults.append(f"{counted} bytes are on disk, {self._writer.used_bytes} counted")
+        if +counted != +self._writer.room.used:
+            faults.append(f"{counted} bytes are on disk by namespace, {self._writer.room.used} counted")
         return faults
 
     async def close(self) -> bool:
         """Drain: refuse new work, make dirty blocks durable, close. True if all became durable."""
         self._closing = True
-        if self._clock is not None:
-            self._clock.cancel()
+        for clock in self._clocks:
+            clock.cancel()
+        self.curator.close()
         # Not ended: a worker may still touch the slots that it holds.
         for lease in self._leases:
             self._expire(lease)

@@ -56,6 +56,8 @@ _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     errors.NamespaceUnknown: grpc.StatusCode.NOT_FOUND,
     errors.LeaseUnknown: grpc.StatusCode.NOT_FOUND,
     errors.TicketUnknown: grpc.StatusCode.NOT_FOUND,
+    errors.UnitUnknown: grpc.StatusCode.NOT_FOUND,
+    errors.EpochPassed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NamespaceMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NotReserved: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ParentMissing: grpc.StatusCode.FAILED_PRECONDITION,
@@ -194,6 +196,7 @@ def match_response(match: Match) -> pb.MatchResponse:
             pb.PersistPoint(tokens=point.tokens, kinds=int(point.kinds)) for point in match.persist_points
         ],
         interval=match.interval,
+        epoch=match.epoch,
     )
 
 
@@ -211,6 +214,7 @@ def match_of(response: pb.MatchResponse) -> Match:
             PersistPoint(point.tokens, UnitKind(point.kinds)) for point in response.persist_points
         ),
         interval=response.interval,
+        epoch=response.epoch if response.HasField("epoch") else None,
     )
 
 

@@ -161,6 +161,7 @@ class KVStoreService:
             wire.digest(request.parent),
             wire.hashes_of(request.hashes),
             request.lease,
+            request.epoch if request.HasField("epoch") else None,
         )
         return pb.ReserveResponse(
             lease=reserved.lease,

@@ -205,7 +205,8 @@ class LatentHiCache(HiCacheStorage):
         if match.reason is MissReason.UNAVAILABLE:
             return before
         units = {point.tokens // BLOCK_TOKENS: point.kinds for point in match.persist_points}
-        job = self._queue.job(lambda: key, hashes[before - 1] if before else ROOT, before)
+        parent = hashes[before - 1] if before else ROOT
+        job = self._queue.job(lambda: key, parent, before, epoch=match.epoch)
         job.add(hashes[before:], pages, units)
         job.finish()
         stored = job.wait(self._settings.store_deadline + 2 * CALL_TIMEOUT)

@@ -24,6 +24,8 @@ HELP = {
     "codec": "How blocks are written: raw or zstd. (raw)",
     "payloads": "Where blocks lie: lmdb, or slab for heavy writing. (lmdb)",
     "ghost_bytes": "RAM for chains seen and not stored. (64MiB)",
+    "ttl_seconds": "Life of a block since its last use; 0 is for ever. (86400)",
+    "max_age_seconds": "Life of a block since it was stored; 0 is for ever. (0)",
     "lease_seconds": "Life of an unused lease. (60)",
     "drain_seconds": "Deadline for what is unwritten at the end. (30)",
     "readers": "Threads that read blocks. (8)",
