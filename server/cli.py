@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from server.commands import check, config, explain, plan, serve, status
+from server.commands import check, config, explain, plan, serve, status, warm
 
 app = typer.Typer(
     help="A tiered store for the prefix caches of MLA models.",
@@ -24,6 +24,7 @@ app.command()(status.status)
 app.command()(status.top)
 app.command("explain")(explain.explain_prompt)
 app.command("plan")(plan.plan_sizes)
+app.command()(warm.warm)
 app.add_typer(config.app, name="config")
 
 
