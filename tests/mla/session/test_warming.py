@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -12,15 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from typer.testing import CliRunner
 
 from kvstore.hashing import block_hashes
-from mla.models import bytes_as_tokens
+from mla.models import load_checkpoint, open_device
 from server.cli import app
 from server.commands.daemon import Operator
+from tests.mla.zoo import save_checkpoint
 from tests.server.conftest import ROOT_DIR, Fleet
 
 FILES = 50
@@ -73,20 +77,22 @@ def warmed(*arguments: str, code: int = 0) -> Ran:
 def killed(*arguments: str) -> list[dict[str, Any]]:
     """What a run said of its first documents until it was killed."""
     command = [sys.executable, "-m", "server", "warm", *arguments, "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT_DIR) as process:
+    few = os.environ | {"OMP_NUM_THREADS": "1"}  # as these tests have it in their own process
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT_DIR, env=few) as process:
         assert process.stdout is not None
         lines = [json.loads(process.stdout.readline()) for _ in range(BEFORE_KILL)]
         process.kill()
     return lines
 
 
-def units(url: str, tenant: str, files: list[Path]) -> list[list[tuple[int, tuple[str, ...]]]]:
-    """Where units end on each document, and of which kinds."""
+def units(
+    url: str, tenant: str, prompts: list[NDArray[np.uint32]]
+) -> list[list[tuple[int, tuple[str, ...]]]]:
+    """Where units end on each prompt, and of which kinds."""
     with Operator(url) as daemon:
         (own,) = [each for each in daemon.namespaces() if each.namespace.tenant == tenant]
         found = []
-        for path in files:
-            tokens = bytes_as_tokens(path.read_bytes())
+        for tokens in prompts:
             trail = daemon.trail(own.digest, block_hashes(own.digest, tokens), len(tokens), 64)
             found.append([(unit["tokens"], tuple(unit["kinds"])) for unit in trail["units"]])
         return found
@@ -96,8 +102,12 @@ def test_a_killed_run_that_is_started_again_ends_as_an_uninterrupted_one_and_pre
     fleet: Fleet, flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     daemon = fleet.daemon(*flags(interval=256))
-    files = write_documents(tmp_path)
-    arguments = (str(tmp_path), "--model", "tiny", "--device", "cpu", "--listen", daemon.url)
+    files = write_documents(tmp_path / "documents")
+    save_checkpoint("deepseek_v3", tmp_path / "model")
+    tokenize = load_checkpoint(tmp_path / "model", open_device("cpu")).tokenize
+    texts = [tokenize(path.read_bytes()) for path in files]
+    where = (str(tmp_path / "documents"), "--listen", daemon.url)
+    arguments = (*where, "--model", str(tmp_path / "model"), "--device", "cpu")
     before = killed(*arguments, "--tenant", "cut")
     with forwarded() as seen:
         after = warmed(*arguments, "--tenant", "cut")
@@ -106,7 +116,7 @@ def test_a_killed_run_that_is_started_again_ends_as_an_uninterrupted_one_and_pre
     whole = warmed(*arguments, "--tenant", "whole")
     computed = sum(line["computed_tokens"] for line in before) + sum(after.computed.values())
     assert computed <= whole.summary["computed_tokens"]
-    assert units(daemon.url, "cut", files) == units(daemon.url, "whole", files)
+    assert units(daemon.url, "cut", texts) == units(daemon.url, "whole", texts)
     assert all(after.summary[name] == whole.summary[name] for name in ("stored", "tokens", "nbytes"))
     assert (whole.summary["stored"], whole.summary["on_disk"], whole.summary["failed"]) == (FILES, True, [])
     assert whole.summary["saves_seconds"] > 0
