@@ -74,11 +74,12 @@ class Engine:
     """vLLM's scheduler, with our connector to ``url`` or with none; what it schedules is not run."""
 
     def __init__(self, url: str | None, model: Path, tokens: int) -> None:
-        from tests.engines import vllm_engine
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
+
+        from tests.engines import vllm_engine
 
         config = vllm_engine.vllm_config(url, model, PAGE_TOKENS, chunk=_CHUNK, length=2 * tokens)
         config.cache_config.num_gpu_blocks = 2 * tokens // PAGE_TOKENS
@@ -158,7 +159,9 @@ def _benchmark(options: argparse.Namespace, console: Console) -> None:
         from tests.engines.checkpoint import checkpoint
         from tests.engines.vllm_engine import vllm_config  # noqa: F401
     except ImportError as error:
-        raise BenchmarkError(f"{error}: run it in the engines' environment, make .venv-engines/.ready") from None
+        raise BenchmarkError(
+            f"{error}: run it in the engines' environment, make .venv-engines/.ready"
+        ) from None
     with workplace(options.data, 1 << 30) as place:
         flags = ["--host-bytes", str(options.arena), "--disk-bytes", "512MiB", "--payloads", options.payloads]
         with Daemon(place / "store", flags) as daemon:

@@ -7,20 +7,25 @@ request 2 is A+C): ``floor64(|A|)`` is where request 3, A+D, should hit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.api import Match, MissReason
-from kvstore.ghosts import GhostList
+from kvstore.ghosts import GhostList, Setback
 from kvstore.observer import Departure
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex, Walk
 from kvstore.settings import Policy
 from kvstore.units import plan_input
 
-_GONE = {
+REASON_OF: Mapping[Departure | Setback, MissReason] = {
     Departure.CAPACITY: MissReason.EVICTED,
     Departure.EXPIRED: MissReason.EXPIRED,
     Departure.DELETED: MissReason.DELETED,
+    Departure.CORRUPT: MissReason.LOST,
+    Departure.LOST: MissReason.LOST,
+    Setback.REFUSED: MissReason.REFUSED,
+    Setback.GIVEN_UP: MissReason.FAILED,
+    Setback.UNWRITTEN: MissReason.FAILED,
 }
 
 
@@ -110,7 +115,7 @@ class Matcher:
             return MissReason.PENDING
         gone = self._ghosts.gone(prompt.hashes[stored])
         if gone is not None:
-            return _GONE.get(gone.why, MissReason.LOST)
+            return REASON_OF[gone.why]
         if walk.next_row != NONE or prompt.hashes[stored] in self._ghosts:
             return MissReason.NOT_STORED
         if stored and self._index.children[walk.rows[-1]]:

@@ -23,7 +23,7 @@ from kvstore.disk import DiskTier
 from kvstore.erasing import Eraser
 from kvstore.errors import InvalidArgument, Unavailable
 from kvstore.expiry import Expiry
-from kvstore.ghosts import GhostList, Gone
+from kvstore.ghosts import GhostList, Gone, Setback
 from kvstore.hashing import HASH_BYTES
 from kvstore.host import HostTier
 from kvstore.leases import Holder, Lease, LeaseTable
@@ -39,6 +39,7 @@ from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
 from kvstore.spaces import Space, SpaceTable
 from kvstore.survey import Survey, survey
+from kvstore.trail import Trail, trail
 from kvstore.units import UnitKind, UnitMark, check_interval
 from kvstore.writeback import Writer
 
@@ -67,6 +68,7 @@ class Store:
         )
         self._writer.on_left = self._note_departure
         self._host.on_lost = self._writer.settle_lost
+        self._host.on_setback = self._note_setback
         self._host.on_corrupt = self._writer.corrupt
         self._reserver = Reserver(
             self._index,
@@ -167,22 +169,21 @@ class Store:
         """The open namespace with this digest. Raises ``NamespaceUnknown``."""
         return self._spaces.get(namespace)
 
+    def spaces(self) -> list[Space]:
+        """The open namespaces."""
+        return list(self._spaces)
+
     def match(
         self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool
     ) -> Match:
         """See ``kvstore.api.KVStore.match``. Touches no payload."""
         self._accepting()
-        space = self._spaces.get(namespace)
-        _check_hashes(hashes)
-        block_tokens = space.layout.block_tokens
-        if tokens < len(hashes) * block_tokens:
-            raise InvalidArgument(f"tokens={tokens} is less than {len(hashes)} blocks of {block_tokens}")
-        if align <= 0 or (align % block_tokens and block_tokens % align):
-            raise InvalidArgument(f"align={align} is no positive multiple of {block_tokens} tokens")
-        prompt = Prompt(space.id, hashes, tokens, block_tokens, math.lcm(align, block_tokens))
-        walk = self._walk(space, hashes)
+        prompt = self._prompt(namespace, hashes, tokens, align)
+        walk = self._walk(prompt.namespace, hashes)
         common = self._matcher.common_prefix(prompt, walk)
-        match = replace(self._matcher.match(prompt, walk, common), epoch=self._spaces.epochs.of(space.id))
+        match = replace(
+            self._matcher.match(prompt, walk, common), epoch=self._spaces.epochs.of(prompt.namespace)
+        )
         if store:
             if common == len(walk.rows) > 0:
                 self._reserver.mark(walk.rows[-1], UnitKind.COMMON_PREFIX)
@@ -194,10 +195,25 @@ class Store:
             self.counters[f"miss_{match.reason}"] += 1
         return match
 
-    def _walk(self, space: Space, hashes: Sequence[bytes]) -> Walk:
-        if space.id in self._spaces.epochs.erasing:
+    def _walk(self, namespace: int, hashes: Sequence[bytes]) -> Walk:
+        if namespace in self._spaces.epochs.erasing:
             return Walk([], NONE)
-        return self._index.walk(space.id, hashes)
+        return self._index.walk(namespace, hashes)
+
+    def trail(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int) -> Trail:
+        """What ``match`` would answer, and what is known of the place where it stops. Counts nothing."""
+        prompt = self._prompt(namespace, hashes, tokens, align)
+        return trail(self._index, self._ghosts, self._matcher, prompt, self._walk(prompt.namespace, hashes))
+
+    def _prompt(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, align: int) -> Prompt:
+        space = self._spaces.get(namespace)
+        _check_hashes(hashes)
+        block_tokens = space.layout.block_tokens
+        if tokens < len(hashes) * block_tokens:
+            raise InvalidArgument(f"tokens={tokens} is less than {len(hashes)} blocks of {block_tokens}")
+        if align <= 0 or (align % block_tokens and block_tokens % align):
+            raise InvalidArgument(f"align={align} is no positive multiple of {block_tokens} tokens")
+        return Prompt(space.id, hashes, tokens, block_tokens, math.lcm(align, block_tokens))
 
     def load(
         self,
@@ -213,7 +229,7 @@ class Store:
         _check_hashes(hashes)
         if not 0 <= first <= len(hashes):
             raise InvalidArgument(f"first={first} is outside [0, {len(hashes)}]")
-        rows = self._walk(space, hashes).rows
+        rows = self._walk(space.id, hashes).rows
         reader = self._readers.join(space.id, readers, first, space.block_bytes) if readers else None
         now = time.time()
         self._index.touch(rows, now)
@@ -292,6 +308,9 @@ class Store:
         self._observer.block_left(why, now - self._index.used[row])
         if unit is not None:
             self._observer.unit_left(why, now - unit.created, unit.hits)
+
+    def _note_setback(self, block: bytes, why: Setback) -> None:
+        self._ghosts.leave(block, Gone(why, time.time()))
 
     # --- ends
 

@@ -20,6 +20,7 @@ from kvstore.layout import BLOCK_TOKENS
 from kvstore.namespace import DIGEST_BYTES, Namespace
 from kvstore.units import PersistPoint, UnitKind, UnitMark
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.v1 import operator_pb2 as operator_pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"].full_name
 HANDOVER_VERSION = 1
@@ -162,7 +163,7 @@ def namespace_of(request: pb.OpenNamespaceRequest) -> Namespace:
     return Namespace.from_json(request.namespace_json)
 
 
-def tokens_of(request: pb.MatchRequest) -> int:
+def tokens_of(request: pb.MatchRequest | operator_pb.TrailRequest) -> int:
     """The prompt's length. Raises ``InvalidArgument``: persist points are planned for each interval of it."""
     if request.tokens > MAX_TOKENS:
         raise InvalidArgument(f"tokens={request.tokens} is more than {MAX_TOKENS}; match a shorter prompt")

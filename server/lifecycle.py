@@ -134,7 +134,9 @@ class Daemon:
         self._service = KVStoreService(self._store, self._workers, self._tally)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
-        operator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(self._pages), self._server)
+        operator_pb2_grpc.add_OperatorServicer_to_server(
+            OperatorService(self._store, self._pages), self._server
+        )
         reflection.enable_server_reflection(
             (wire.SERVICE, OPERATOR, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )

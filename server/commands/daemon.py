@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from types import TracebackType
+from typing import Annotated, Any, Self
 
 import grpc
 import typer
 
+from kvstore import wire
 from kvstore.errors import Unavailable
+from kvstore.namespace import Namespace
 from kvstore.transport import error_of
 from kvstore.v1 import operator_pb2 as pb
 from kvstore.v1 import operator_pb2_grpc
 from server.config import UNIX, ConfigError, default_listen, load
+from server.explaining.explanation import Opened
 
 ANSWER_SECONDS = 5.0
 
@@ -42,14 +47,54 @@ def address(listen: str | None, data: str | None) -> str:
         return default_listen(Path())
 
 
-def ask_report(url: str) -> dict[str, Any]:
-    """The daemon's report as ``server.report.Report`` has it. Raises ``Unavailable``."""
-    target = f"unix:{url.removeprefix(UNIX)}" if url.startswith(UNIX) else url
-    with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        stub: Any = operator_pb2_grpc.OperatorStub(channel)
+class Operator:
+    """What a daemon answers to an operator. Its methods raise what the daemon does, and ``Unavailable``."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        target = f"unix:{url.removeprefix(UNIX)}" if url.startswith(UNIX) else url
+        options = (
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+        )
+        self._channel = grpc.insecure_channel(target, options=options)
+        self._stub: Any = operator_pb2_grpc.OperatorStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._channel.close()
+
+    def _ask(self, verb: Callable[..., Any], request: Any) -> Any:
         try:
-            answer = stub.Report(pb.ReportRequest(), timeout=ANSWER_SECONDS)
-        except grpc.RpcError as error:
-            raise Unavailable(f"no daemon answers at {url} ({error_of(error)}); is it running?") from None
-    report: dict[str, Any] = json.loads(answer.report_json)
-    return report
+            return verb(request, timeout=ANSWER_SECONDS)
+        except grpc.RpcError as failure:
+            error = error_of(failure)
+            if isinstance(error, Unavailable):
+                error = Unavailable(f"no daemon answers at {self._url} ({error}); is it running?")
+            raise error from None
+
+    def report(self) -> dict[str, Any]:
+        """The daemon's report as ``server.report.Report`` has it."""
+        report: dict[str, Any] = json.loads(self._ask(self._stub.Report, pb.ReportRequest()).report_json)
+        return report
+
+    def namespaces(self) -> list[Opened]:
+        """The open namespaces."""
+        answer = self._ask(self._stub.Namespaces, pb.NamespacesRequest())
+        return [Opened(Namespace.from_json(each.namespace_json), each.digest) for each in answer.namespaces]
+
+    def trail(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, align: int) -> dict[str, Any]:
+        """A prompt's way through the index, as ``server.report.trail_report`` has it."""
+        request = pb.TrailRequest(
+            namespace=namespace,
+            hashes=wire.join_hashes(hashes),
+            tokens=wire.unsigned("tokens", tokens),
+            align=wire.unsigned("align", align, 32),
+        )
+        trail: dict[str, Any] = json.loads(self._ask(self._stub.Trail, request).trail_json)
+        return trail
