@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from server.commands import check, config, plan, serve, status
+from server.commands import check, config, plan, serve, status, token
 
 app = typer.Typer(
     help="A tiered store for the prefix caches of MLA models.",
@@ -22,6 +22,7 @@ app.command()(serve.serve)
 app.command()(check.check)
 app.command()(status.status)
 app.command()(status.top)
+app.command()(token.token)
 app.command("plan")(plan.plan_sizes)
 app.add_typer(config.app, name="config")
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import grpc
 import typer
 
-from kvstore.errors import Unavailable
-from kvstore.transport import error_of
+from kvstore.errors import Unauthenticated, Unavailable
+from kvstore.identity import Identity
+from kvstore.transport import Transport
 from kvstore.v1 import operator_pb2 as pb
 from kvstore.v1 import operator_pb2_grpc
-from server.config import UNIX, ConfigError, default_listen, load
+from server.config import ConfigError, default_listen, load
 
 ANSWER_SECONDS = 5.0
 
@@ -32,10 +33,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def address(listen: str | None, data: str | None) -> str:
     """Where the daemon listens, by the same rules as ``serve``. Raises ``ConfigError``."""
-    if listen is not None and data is None:
-        return load({"listen": listen, "data": "."}).address
+    if listen is not None:
+        return listen
     if data is not None:
-        return load({"listen": listen, "data": data}).address
+        return load({"data": data}).address
     try:
         return load({}).address
     except ConfigError:  # no data directory is known: only the user's runtime directory is left
@@ -43,13 +44,18 @@ def address(listen: str | None, data: str | None) -> str:
 
 
 def ask_report(url: str) -> dict[str, Any]:
-    """The daemon's report as ``server.report.Report`` has it. Raises ``Unavailable``."""
-    target = f"unix:{url.removeprefix(UNIX)}" if url.startswith(UNIX) else url
-    with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        stub: Any = operator_pb2_grpc.OperatorStub(channel)
+    """The daemon's report as ``server.report.Report`` has it.
+
+    Raises ``Unavailable``, ``Unauthenticated``, ``NotCovered``, and ``InvalidArgument`` for an identity
+    of the environment that cannot be used.
+    """
+    with contextlib.closing(Transport(url, ANSWER_SECONDS, Identity.from_environment())) as transport:
+        stub: Any = operator_pb2_grpc.OperatorStub(transport.channel)
         try:
-            answer = stub.Report(pb.ReportRequest(), timeout=ANSWER_SECONDS)
-        except grpc.RpcError as error:
-            raise Unavailable(f"no daemon answers at {url} ({error_of(error)}); is it running?") from None
+            answer = transport.call(stub.Report, pb.ReportRequest())
+        except Unauthenticated:
+            raise
+        except Unavailable as error:
+            raise Unavailable(f"no daemon answers at {url} ({error}); is it running?") from None
     report: dict[str, Any] = json.loads(answer.report_json)
     return report
