@@ -199,7 +199,7 @@ class Reserver:
             self._mark_forks(row)
         waits = rows + [key for row, _ in marks for key in self._writer.awaited(row)]
         self._host.notify_room()
-        return self._writer.tickets.give(waits)
+        return self._writer.tickets.give(waits, lease.namespace)
 
     def _unit_row(self, lease: Lease, unit: UnitMark, hashes: Sequence[bytes]) -> int:
         if not 0 < unit.kinds <= ALL_KINDS:

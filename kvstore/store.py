@@ -295,6 +295,10 @@ class Store:
         self._writer.hurry()
         return await self._writer.tickets.wait(ticket)
 
+    def tenant_of_ticket(self, ticket: int) -> str:
+        """Whose blocks a commit was about. Raises ``TicketUnknown``."""
+        return self._spaces.of(self._writer.tickets.namespace(ticket)).namespace.tenant
+
     def release(self, holder: Holder, lease: int) -> None:
         """End a lease of this worker, expired or not; others are ignored."""
         held = holder.leases.get(lease)

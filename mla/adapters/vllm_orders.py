@@ -18,7 +18,7 @@ from mla.adapters.paged import Place
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """Load ``hashes[first:]`` into ``places``, each rank into its own; ``readers`` of a host keep together."""
+    """Load ``hashes[first:]`` into ``places``, each rank into its own; ``readers`` keep together."""
 
     request: str
     chain: Chain
