@@ -6,7 +6,7 @@ A daemon in its own process and a worker in this one. Each round measures our wa
 beside it: raw O_DIRECT reads and writes of the same sizes on the same file system, and memcpy
 between shared-memory tensors. Judge the ratios: they are of one moment, and a disk has moods.
 
-cold    from Match to the last block in the worker's pool. Before, the daemon was ended, the page
+cold    from Match to the last block in the worker's pool. Before, the daemon was killed, the page
         cache of its files dropped and the daemon started again: nothing is in its arena.
 warm    the same for a document that lies in the arena.
 store   from the worker's tensors to the last Commit acknowledged, into the arena of a daemon that

@@ -24,7 +24,7 @@ MATCH_BLOCKS = 2048  # a document of 128K tokens
 MATCHES = 50  # a round
 WARM_LOADS = 5  # a round
 WRITE_ARENAS = 4
-RAW_BLOCKS = 1024  # of one raw measurement, at most
+RAW_BLOCKS = 512  # of one raw measurement, at most
 _LONG, _SHORT, _FILL = 0, 1, 2  # seeds of the documents that are there from the first round on
 # Match touches no payload, so a document of small blocks does where the measured one is too short.
 SMALL = LatentLayout(num_layers=1, latent_rank=16, rope_dim=0, dtype=DType.FP8)
@@ -98,7 +98,7 @@ class Plan:
             "payloads": self.payloads,
             "arena_bytes": self.arena_bytes,
             "device": self.device,
-            "cold_means": "daemon ended and started again, its files dropped from the page cache"
+            "cold_means": "daemon killed and started again, its files dropped from the page cache"
             " (fadvise DONTNEED, checked with mincore)",
         }
 
@@ -250,7 +250,7 @@ class Course:
     def _restart(self) -> float:
         """End the daemon, drop its files from the page cache, start it; the share that was left in it."""
         self._note_memory()
-        self._daemon.stop(kill=False)
+        self._daemon.stop(kill=True)
         dropped = page_cache.drop(self._daemon.data)
         self._daemon.start()
         for worker in {self._worker, self._matcher}:
