@@ -32,7 +32,9 @@ class MissReason(StrEnum):
     NONE = "none"  # nothing was missing but the token that is always computed
     SHORTER_THAN_BLOCK = "shorter_than_block"  # such content is never cached
     NEVER_SEEN = "never_seen"  # the next block is not stored and was not seen lately
-    NOT_STORED = "not_stored"  # seen lately, but not stored or no longer stored
+    NOT_STORED = "not_stored"  # seen lately, and no worker came to store it
+    REFUSED = "refused"  # it was to be stored, and the arena had no room for it
+    FAILED = "failed"  # storing it began and did not end: the worker gave up, or the disk failed
     EVICTED = "evicted"  # was stored, and left a full disk
     EXPIRED = "expired"  # was stored, and not used for too long, or stored too long ago
     DELETED = "deleted"  # was stored, and an operator deleted it

@@ -28,6 +28,10 @@ class CapacityTooSmall(InvalidArgument):
     """A tier's byte capacity cannot hold a single block of a layout."""
 
 
+class NotCovered(KVStoreError):
+    """The caller's credential does not cover the tenant or service, whether that exists or not."""
+
+
 class NamespaceUnknown(KVStoreError):
     """The digest names no namespace of this store. Call ``open_namespace`` again."""
 
@@ -102,6 +106,10 @@ class ArenaUnavailable(KVStoreError):
 
 class Unavailable(KVStoreError):
     """The store cannot be reached or is shutting down. Treated as a miss."""
+
+
+class Unauthenticated(Unavailable):
+    """The daemon serves only callers whom it knows, and this one proved nothing. Treated as a miss."""
 
 
 class DeadlineExceeded(Unavailable):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from kvstore.arena import Arena
 from kvstore.disk import DiskTier, NewBlock, Stored
 from kvstore.errors import CorruptBlock, DiskError
+from kvstore.ghosts import Setback
 from kvstore.hashing import ROOT
 from kvstore.payloads import Place
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex
@@ -51,6 +52,7 @@ class HostTier:
         self._room: list[asyncio.Future[None]] = []
         self._threads = ThreadPoolExecutor(disk.readers, thread_name_prefix="latentkv-read")
         self.on_lost: Callable[[int], None] = lambda row: None  # a block left the store unwritten
+        self.on_setback: Callable[[bytes, Setback], None] = lambda block, why: None  # before that
         self.on_corrupt: Callable[[int], None] = lambda row: None  # a block on disk must leave the store
         self.dirty_evictable = False  # HOST_ONLY: blocks may leave the arena unwritten
 
@@ -84,6 +86,7 @@ class HostTier:
         self._index.slot[row] = NONE
         if self._index.place[row] == NONE:
             self._counters["host_lost_blocks"] += 1
+            self.on_setback(self._index.hashes[row], Setback.UNWRITTEN)
             self._index.lose(row)
             self.on_lost(row)
 
@@ -265,6 +268,7 @@ class HostTier:
     def drop_filling(self, row: int) -> None:
         """A block that was being filled will not come: its slot is free once nobody holds it."""
         slot = self._index.slot[row]
+        self.on_setback(self._index.hashes[row], Setback.GIVEN_UP)
         self._index.lose(row)
         self._arena.abandon(slot)
         self.on_lost(row)

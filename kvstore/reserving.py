@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvstore.api import ReserveState
 from kvstore.arena import Arena
 from kvstore.errors import InvalidArgument, NamespaceMismatch, NotReserved, ParentMissing
-from kvstore.ghosts import GhostList
+from kvstore.ghosts import GhostList, Gone, Setback
 from kvstore.hashing import ROOT
 from kvstore.host import HostTier
 from kvstore.leases import Holder, Lease, LeaseTable
@@ -138,6 +138,9 @@ class Reserver:
         # While HOST_ONLY, the search for a slot may have cost the store this very block.
         if present != NONE and index.state[present] == BlockState.PRESENT:
             self._leases.keep_row(lease, present)
+        if len(states) < len(hashes):
+            # The first tells enough: Match stops there. Forgotten once it is stored after all.
+            self._ghosts.leave(hashes[len(states)], Gone(Setback.REFUSED, now))
         states += [ReserveState.RETRY] * (len(hashes) - len(states))
         return Reserved(lease.id, states, offsets)
 
@@ -196,7 +199,7 @@ class Reserver:
             self._mark_forks(row)
         waits = rows + [key for row, _ in marks for key in self._writer.awaited(row)]
         self._host.notify_room()
-        return self._writer.tickets.give(waits)
+        return self._writer.tickets.give(waits, lease.namespace)
 
     def _unit_row(self, lease: Lease, unit: UnitMark, hashes: Sequence[bytes]) -> int:
         if not 0 < unit.kinds <= ALL_KINDS:

@@ -109,6 +109,11 @@ class SpaceTable:
         """The open namespace with this digest; ``NamespaceUnknown`` if there is none."""
         space = self._by_digest.get(digest)
         if space is None:
-            shown = digest[:8].hex() if len(digest) == DIGEST_BYTES else f"of {len(digest)} bytes"
-            raise NamespaceUnknown(f"namespace {shown} is not open here; call open_namespace first")
+            raise unknown_namespace(digest)
         return space
+
+
+def unknown_namespace(digest: bytes) -> NamespaceUnknown:
+    """What is said of a digest that is not open, or not to be seen by whoever asks."""
+    shown = digest[:8].hex() if len(digest) == DIGEST_BYTES else f"of {len(digest)} bytes"
+    return NamespaceUnknown(f"namespace {shown} is not open here; call open_namespace first")

@@ -7,8 +7,8 @@ a ``Holder``; what it holds ends with ``release``, with its connection, or by th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from kvstore.audit import audit
 from kvstore.curation import Curator
 from kvstore.disk import DiskTier
 from kvstore.errors import InvalidArgument, Unavailable
-from kvstore.ghosts import GhostList, Gone
-from kvstore.hashing import HASH_BYTES
+from kvstore.ghosts import GhostList, Gone, Setback
+from kvstore.hashing import check_hashes
 from kvstore.host import HostTier
 from kvstore.keeping import Keeping
 from kvstore.leases import Holder, Lease, LeaseTable
 from kvstore.loading import LoadStream
-from kvstore.matching import Matcher, Prompt
+from kvstore.matching import Matcher, checked_prompt
 from kvstore.namespace import Namespace
 from kvstore.observer import Departure, Observer, Unobserved
 from kvstore.payloads import OpenPayloads
@@ -37,6 +37,7 @@ from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
 from kvstore.spaces import Space, SpaceTable
 from kvstore.survey import Survey, survey
+from kvstore.trail import Trail, trail
 from kvstore.units import UnitKind, UnitMark, check_interval
 from kvstore.writeback import Writer
 
@@ -65,6 +66,7 @@ class Store:
         )
         self._writer.on_left = self._note_departure
         self._host.on_lost = self._writer.settle_lost
+        self._host.on_setback = self._note_setback
         self._host.on_corrupt = self._writer.corrupt
         self._reserver = Reserver(
             self._index,
@@ -105,20 +107,18 @@ class Store:
         ``DataDirError``, ``ArenaUnavailable``, and ``DiskError`` if the disk fails already.
         """
         disk = await asyncio.to_thread(DiskTier, settings, open_payloads, observer)
-        try:
-            arena = await asyncio.to_thread(
-                Arena, settings.host_bytes, lead=disk.lead, numa_node=settings.numa_node
-            )
-        except BaseException:
-            disk.close()
-            raise
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(disk.close)
+            arena = Arena(settings.host_bytes, lead=disk.lead)
+            undo.callback(arena.close)
             store = cls(settings, disk, arena, observer or Unobserved())
-            await asyncio.to_thread(store._restore)
-        except BaseException:
-            arena.close()
-            disk.close()
-            raise
+            # Side by side: one waits for the kernel to find memory, the other one computes.
+            backing = asyncio.to_thread(arena.back, settings.numa_node)
+            restoring = asyncio.to_thread(store._restore)
+            for failure in await asyncio.gather(backing, restoring, return_exceptions=True):
+                if failure is not None:
+                    raise failure
+            undo.pop_all()
         store._writer.start()
         store._clocks = [
             asyncio.create_task(clock()) for clock in (store._expire_leases, store._keeping.tend)
@@ -163,22 +163,22 @@ class Store:
         """The open namespace with this digest. Raises ``NamespaceUnknown``."""
         return self._spaces.get(namespace)
 
+    def spaces(self) -> list[Space]:
+        """The open namespaces."""
+        return list(self._spaces)
+
     def match(
         self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool
     ) -> Match:
         """See ``kvstore.api.KVStore.match``. Touches no payload."""
         self._accepting()
         space = self._spaces.get(namespace)
-        _check_hashes(hashes)
-        block_tokens = space.layout.block_tokens
-        if tokens < len(hashes) * block_tokens:
-            raise InvalidArgument(f"tokens={tokens} is less than {len(hashes)} blocks of {block_tokens}")
-        if align <= 0 or (align % block_tokens and block_tokens % align):
-            raise InvalidArgument(f"align={align} is no positive multiple of {block_tokens} tokens")
-        prompt = Prompt(space.id, hashes, tokens, block_tokens, math.lcm(align, block_tokens))
-        walk = self._walk(space, hashes)
+        prompt = checked_prompt(space.id, hashes, tokens, space.layout.block_tokens, align)
+        walk = self._walk(prompt.namespace, hashes)
         common = self._matcher.common_prefix(prompt, walk)
-        match = replace(self._matcher.match(prompt, walk, common), epoch=self._spaces.epochs.of(space.id))
+        match = replace(
+            self._matcher.match(prompt, walk, common), epoch=self._spaces.epochs.of(prompt.namespace)
+        )
         if store:
             if common == len(walk.rows) > 0:
                 self._reserver.mark(walk.rows[-1], UnitKind.COMMON_PREFIX)
@@ -190,10 +190,16 @@ class Store:
             self.counters[f"miss_{match.reason}"] += 1
         return match
 
-    def _walk(self, space: Space, hashes: Sequence[bytes]) -> Walk:
-        if space.id in self._spaces.epochs.erasing:
+    def _walk(self, namespace: int, hashes: Sequence[bytes]) -> Walk:
+        if namespace in self._spaces.epochs.erasing:
             return Walk([], NONE)
-        return self._index.walk(space.id, hashes)
+        return self._index.walk(namespace, hashes)
+
+    def trail(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int) -> Trail:
+        """What ``match`` would answer, and what is known of the place where it stops. Counts nothing."""
+        space = self._spaces.get(namespace)
+        prompt = checked_prompt(space.id, hashes, tokens, space.layout.block_tokens, align)
+        return trail(self._index, self._ghosts, self._matcher, prompt, self._walk(space.id, hashes))
 
     def load(
         self,
@@ -206,10 +212,10 @@ class Store:
         """Open a lease over ``hashes[first:]`` and start to read them, in order."""
         self._accepting()
         space = self._spaces.get(namespace)
-        _check_hashes(hashes)
+        check_hashes(hashes)
         if not 0 <= first <= len(hashes):
             raise InvalidArgument(f"first={first} is outside [0, {len(hashes)}]")
-        rows = self._walk(space, hashes).rows
+        rows = self._walk(space.id, hashes).rows
         reader = self._readers.join(space.id, readers, first, space.block_bytes) if readers else None
         now = time.time()
         self._index.touch(rows, now)
@@ -249,7 +255,7 @@ class Store:
     ) -> Reserved:
         """Slots for the blocks of a chain that are not stored; see ``kvstore.api.KVStore``."""
         self._accepting()
-        _check_hashes((parent, *hashes))
+        check_hashes((parent, *hashes))
         space = self._spaces.get(namespace)
         self._spaces.epochs.require(space.id, epoch)
         if space.id in self._spaces.epochs.erasing:
@@ -267,13 +273,17 @@ class Store:
     def commit(self, holder: Holder, lease: int, hashes: Sequence[bytes], units: Sequence[UnitMark]) -> int:
         """Seal filled blocks and mark units, all or nothing; returns a ticket."""
         self._accepting()
-        _check_hashes((*hashes, *(unit.hash for unit in units)))
+        check_hashes((*hashes, *(unit.hash for unit in units)))
         return self._reserver.commit(holder, lease, hashes, units)
 
     async def durable(self, ticket: int) -> bool:
         """Whether a commit is on disk, once that is known. Raises ``TicketUnknown``."""
         self._writer.hurry()
         return await self._writer.tickets.wait(ticket)
+
+    def tenant_of_ticket(self, ticket: int) -> str:
+        """Whose blocks a commit was about. Raises ``TicketUnknown``."""
+        return self._spaces.of(self._writer.tickets.namespace(ticket)).namespace.tenant
 
     def release(self, holder: Holder, lease: int) -> None:
         """End a lease of this worker, expired or not; others are ignored."""
@@ -288,6 +298,9 @@ class Store:
         self._observer.block_left(why, now - self._index.used[row])
         if unit is not None:
             self._observer.unit_left(why, now - unit.created, unit.hits)
+
+    def _note_setback(self, block: bytes, why: Setback) -> None:
+        self._ghosts.leave(block, Gone(why, time.time()))
 
     # --- ends
 
@@ -378,9 +391,3 @@ class Store:
         self.arena.close()
         await asyncio.to_thread(self._disk.close)
         return durable
-
-
-def _check_hashes(hashes: Sequence[bytes]) -> None:
-    for block in hashes:
-        if not isinstance(block, bytes) or len(block) != HASH_BYTES:
-            raise InvalidArgument(f"{block!r:.80} is no block hash: {HASH_BYTES} bytes")

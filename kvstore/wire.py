@@ -20,6 +20,7 @@ from kvstore.layout import BLOCK_TOKENS
 from kvstore.namespace import DIGEST_BYTES, Namespace
 from kvstore.units import PersistPoint, UnitKind, UnitMark
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.v1 import operator_pb2 as operator_pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"].full_name
 HANDOVER_VERSION = 1
@@ -30,6 +31,7 @@ MAX_NAMESPACE_CHARS = 1 << 19  # of JSON: all texts at their longest, each chara
 MAX_MESSAGE_BYTES = 8 << 20  # the hashes of one call, and as much again
 CHUNK_BYTES = 1 << 20
 ERROR_KEY = "latentkv-error"
+WORKER_KEY = "latentkv-worker"  # metadata of a call: the token from the handover socket, in hex
 
 _MAX_DETAILS = 600  # characters, at most 12 bytes each on the wire; peers refuse more than 8 KiB of metadata
 _ALL_KINDS = UnitKind.REQUEST_END | UnitKind.COMMON_PREFIX | UnitKind.INTERVAL
@@ -53,6 +55,7 @@ class NotAsked(Unavailable):
 
 _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotCovered: grpc.StatusCode.NOT_FOUND,
     errors.NamespaceUnknown: grpc.StatusCode.NOT_FOUND,
     errors.LeaseUnknown: grpc.StatusCode.NOT_FOUND,
     errors.TicketUnknown: grpc.StatusCode.NOT_FOUND,
@@ -61,13 +64,14 @@ _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     errors.PinLimit: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnitPinned: grpc.StatusCode.FAILED_PRECONDITION,
     errors.EpochPassed: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.NamespaceMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.NamespaceMismatch: grpc.StatusCode.NOT_FOUND,  # also of a tenant whom the caller must not see
     errors.NotReserved: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ParentMissing: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CorruptBlock: grpc.StatusCode.DATA_LOSS,
     errors.ArenaUnavailable: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     DaemonFailed: grpc.StatusCode.INTERNAL,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     KVStoreError: grpc.StatusCode.INTERNAL,
 }
@@ -165,7 +169,7 @@ def namespace_of(request: pb.OpenNamespaceRequest) -> Namespace:
     return Namespace.from_json(request.namespace_json)
 
 
-def tokens_of(request: pb.MatchRequest) -> int:
+def tokens_of(request: pb.MatchRequest | operator_pb.TrailRequest) -> int:
     """The prompt's length. Raises ``InvalidArgument``: persist points are planned for each interval of it."""
     if request.tokens > MAX_TOKENS:
         raise InvalidArgument(f"tokens={request.tokens} is more than {MAX_TOKENS}; match a shorter prompt")

@@ -167,7 +167,9 @@ class WorkerSide:
     def _fill(self, order: LoadOrder) -> int:
         key = self._namespaces.require(order.chain)
         loaded = 0
-        with self._store.load(key, order.hashes, first=order.first, timeout=self._timeout) as load:
+        with self._store.load(
+            key, order.hashes, first=order.first, timeout=self._timeout, readers=order.readers
+        ) as load:
             for batch in load:
                 if self._is_cancelled(order.request):
                     break
