@@ -80,7 +80,7 @@ def _headline(report: Report) -> Text:
     style = "green" if state == "ready" else "bold red"
     text = Text(f"latentkv {report['release']} at {report['address']}: ")
     text.append(state, style)
-    return text.append(f", up {_duration(report['at'] - report['started'])}, data {report['data']}\n")
+    return text.append(f", up {duration(report['at'] - report['started'])}, data {report['data']}\n")
 
 
 def _tiers(report: Report) -> Table:
@@ -120,7 +120,7 @@ def _tenants(report: Report, before: Report | None) -> Table | None:
             rate(each["hit_tokens"], each["miss_tokens"]),
             rate(hit, miss) if before else "",
             f"{each['hit_tokens']:,}",
-            _duration(each["saved_seconds"]) if each["saved_seconds"] else "",
+            duration(each["saved_seconds"]) if each["saved_seconds"] else "",
         )
     return table
 
@@ -158,7 +158,8 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds for people."""
     for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {name}"

@@ -162,6 +162,14 @@ def every_call(doc: Document) -> dict[str, list[Any]]:
         "Release": [pb.ReleaseRequest(lease=1, worker=WORKER)],
         "Status": [pb.StatusRequest()],
         "Report": [operator_pb2.ReportRequest()],
+        "Namespaces": [operator_pb2.NamespacesRequest()],
+        "Trail": [operator_pb2.TrailRequest(namespace=doc.namespace, hashes=hashes, tokens=193, align=64)],
+        "Units": [operator_pb2.UnitsRequest(order="used", limit=1)],
+        "Unit": [operator_pb2.UnitRequest(unit=doc.hashes[-1].hex())],
+        "Pins": [operator_pb2.PinsRequest()],
+        "Pin": [operator_pb2.PinRequest(unit=doc.hashes[-1].hex(), seconds=60)],
+        "Unpin": [operator_pb2.UnpinRequest(handle="0" * 16)],
+        "Delete": [operator_pb2.DeleteRequest(unit=doc.hashes[-1].hex())],
     }
 
 
