@@ -17,7 +17,7 @@ import functools
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -74,11 +74,12 @@ class Engine:
     """vLLM's scheduler, with our connector to ``url`` or with none; what it schedules is not run."""
 
     def __init__(self, url: str | None, model: Path, tokens: int) -> None:
-        from tests.engines import vllm_engine
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
+
+        from tests.engines import vllm_engine
 
         config = vllm_engine.vllm_config(url, model, PAGE_TOKENS, chunk=_CHUNK, length=2 * tokens)
         config.cache_config.num_gpu_blocks = 2 * tokens // PAGE_TOKENS
@@ -92,8 +93,10 @@ class Engine:
         self._hasher = get_request_block_hasher(PAGE_TOKENS, sha256)
         self._clock = Clock()
         self.connector = self._scheduler.connector
-        for name in ("on_new_request", "get_num_new_matched_tokens") if url else ():
-            setattr(self.connector, name, self._clock.timed(getattr(self.connector, name)))
+        if url is not None:
+            ours, timed = self.connector, self._clock.timed
+            ours.on_new_request = timed(ours.on_new_request)
+            ours.get_num_new_matched_tokens = timed(ours.get_num_new_matched_tokens)
 
     def request(self, name: str, prompt: list[int]) -> Wait:
         """From a request's arrival until it is admitted; then it is aborted."""
@@ -119,12 +122,13 @@ class Engine:
         loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         loaded = request.num_computed_tokens if loading else 0
         self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-        self._end_step(step, {name} if loading else None)
-        self._end_step(self._scheduler.schedule())
+        self._end_step(step)
+        held = {name} & self._scheduler.requests.keys()  # until workers have loaded or stored
+        self._end_step(self._scheduler.schedule(), held if loading else set(), set() if loading else held)
         return Wait(self._clock.seconds, scheduler, admitted, loaded)
 
-    def _end_step(self, step: Any, loaded: set[str] | None = None) -> None:
-        """What workers would have said: nothing was run, these requests' loads have ended."""
+    def _end_step(self, step: Any, loaded: Set[str] = frozenset(), stored: Set[str] = frozenset()) -> None:
+        """What workers would have said: nothing was run, these requests' loads and stores have ended."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         names = list(step.num_scheduled_tokens)
@@ -132,7 +136,9 @@ class Engine:
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=[[] for _ in names],
-            kv_connector_output=KVConnectorOutput(finished_recving=loaded),
+            kv_connector_output=KVConnectorOutput(
+                finished_recving=set(loaded) or None, finished_sending=set(stored) or None
+            ),
         )
         self._scheduler.update_from_output(step, output)
 
@@ -158,7 +164,9 @@ def _benchmark(options: argparse.Namespace, console: Console) -> None:
         from tests.engines.checkpoint import checkpoint
         from tests.engines.vllm_engine import vllm_config  # noqa: F401
     except ImportError as error:
-        raise BenchmarkError(f"{error}: run it in the engines' environment, make .venv-engines/.ready") from None
+        raise BenchmarkError(
+            f"{error}: run it in the engines' environment, make .venv-engines/.ready"
+        ) from None
     with workplace(options.data, 1 << 30) as place:
         flags = ["--host-bytes", str(options.arena), "--disk-bytes", "512MiB", "--payloads", options.payloads]
         with Daemon(place / "store", flags) as daemon:
