@@ -88,7 +88,7 @@ class Lookup:
         match = self._store.match(key, hashes, count + whole, store=True)
         if match.reason is MissReason.UNAVAILABLE:
             return Answer()
-        return Answer(match, tuple(hashes), Chain(namespace, key))
+        return Answer(match, tuple(hashes), Chain(namespace, key, match.epoch))
 
     def close(self) -> None:
         """End the connection."""

@@ -18,7 +18,7 @@ from mla.adapters.paged import Place
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """Load ``hashes[first:]`` into ``places``; ``readers`` are the ranks of a host."""
+    """Load ``hashes[first:]`` into ``places``, each rank into its own; ``readers`` keep together."""
 
     request: str
     chain: Chain

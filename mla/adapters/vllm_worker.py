@@ -140,7 +140,9 @@ class WorkerSide:
         job = self._jobs.get(order.request)
         if job is None:
             namer = partial(self._namespaces.require, order.chain)
-            job = self._jobs[order.request] = self._queue.job(namer, order.parent, order.depth)
+            job = self._jobs[order.request] = self._queue.job(
+                namer, order.parent, order.depth, epoch=order.chain.epoch
+            )
             self._told[order.request] = order.depth
         job.add(order.hashes, order.places, dict(order.units))
 
