@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena, SlotState
-from kvstore.audit import audit
+from kvstore.audit import Held, audit, held
 from kvstore.disk import DiskTier
 from kvstore.errors import InvalidArgument, Unavailable
 from kvstore.ghosts import GhostList, Gone
@@ -321,6 +321,10 @@ class Store:
         if counted != self._writer.used_bytes:
             faults.append(f"{counted} bytes are on disk, {self._writer.used_bytes} counted")
         return faults
+
+    def held(self) -> Held:
+        """What is kept for somebody. For tests."""
+        return held(self._index, self.arena, self._leases)
 
     async def close(self) -> bool:
         """Drain: refuse new work, make dirty blocks durable, close. True if all became durable."""
