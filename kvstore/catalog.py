@@ -12,7 +12,7 @@ import fcntl
 import os
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, islice
@@ -29,7 +29,8 @@ from kvstore.hashing import HASH_BYTES
 from kvstore.namespace import DIGEST_BYTES
 from kvstore.payloads.lmdb_file import LmdbDamaged, LmdbFile
 
-FORMAT_VERSION = 1  # of the whole data directory
+FORMAT_VERSION = 2  # of the whole data directory
+_OLDER = (b"1",)  # formats that this version makes its own: 1 had no notes
 SECRET_BYTES = 32
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -80,7 +81,7 @@ class BlockRecord:
     length: int  # stored (encoded) bytes
     codec: int
     checksum: int
-    used: float  # unix seconds
+    used: float  # unix seconds, when it was stored: later uses are noted with the units
 
     def pack(self) -> bytes:
         """The fields behind the hash, in their stored form."""
@@ -172,7 +173,7 @@ class Catalog:
         """
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file = LmdbFile(path, map_bytes, ("info", "namespaces", "blocks", "units"))
+            file = LmdbFile(path, map_bytes, ("info", "namespaces", "blocks", "units", "notes"))
         except lmdb.VersionMismatchError as error:
             raise FormatMismatch(_mismatch(path, f"another LMDB ({error})")) from error
         except LmdbDamaged as error:
@@ -192,7 +193,7 @@ class Catalog:
         self._path = path
         self._file = file
         self._env = file.env
-        self._info, self._namespaces, self._blocks, self._units = file.db.values()
+        self._info, self._namespaces, self._blocks, self._units, self._notes = file.db.values()
         try:
             self._check_format()
         except (lmdb.Error, OSError) as error:
@@ -201,10 +202,11 @@ class Catalog:
     def _check_format(self) -> None:
         ours = str(FORMAT_VERSION).encode()
         with self._env.begin(write=True, db=self._info) as txn:
-            found = bytes(txn.get(b"format", ours))
-            if found != ours:
+            found = bytes(txn.get(b"format", b""))
+            if found not in (ours, b"", *_OLDER):
                 raise FormatMismatch(_mismatch(self._path, f"format {found.decode(errors='replace')}"))
-            txn.put(b"format", ours, overwrite=False)
+            if found != ours:
+                txn.put(b"format", ours)
 
     def _write(self, action: Callable[[lmdb.Transaction], object]) -> None:
         """Run ``action`` in one synced transaction, with a larger map when it does not fit."""
@@ -275,12 +277,14 @@ class Catalog:
         units: Sequence[UnitRecord] = (),
         drop_blocks: Sequence[bytes] = (),
         drop_units: Sequence[bytes] = (),
+        notes: Mapping[bytes, bytes] | None = None,
+        drop_notes: Sequence[bytes] = (),
     ) -> None:
         """Drop, then put, in one durable transaction: all of it or, with ``DiskError``, nothing.
 
         Dropping what is unknown does nothing. What is put replaces what was there.
         """
-        if not (blocks or units or drop_blocks or drop_units):
+        if not (blocks or units or drop_blocks or drop_units or notes or drop_notes):
             return
 
         def change(txn: lmdb.Transaction) -> None:
@@ -288,12 +292,29 @@ class Catalog:
                 txn.delete(key, db=self._blocks)
             for key in drop_units:
                 txn.delete(key, db=self._units)
+            for key in drop_notes:
+                txn.delete(key, db=self._notes)
             for block in blocks:
                 _put(txn, self._blocks, block.hash, block.pack())
             for unit in units:
                 _put(txn, self._units, unit.hash, unit.pack())
+            for key, body in (notes or {}).items():
+                _put(txn, self._notes, key, body)
 
         self._write(change)
+
+    def notes(self, prefix: bytes) -> Iterator[tuple[bytes, bytes | None]]:
+        """The rest of the key and the value of what was noted under a prefix; None if it is damaged.
+
+        Raises ``DiskError``. Commit nothing while iterating.
+        """
+        for key, value in self._scan(self._notes):
+            if key.startswith(prefix):
+                try:
+                    yield key[len(prefix) :], _unseal(key, value)
+                except ValueError:
+                    self.skipped += 1
+                    yield key[len(prefix) :], None
 
     def blocks(self) -> Iterator[NDArray[np.void]]:
         """All blocks as arrays of ``BLOCK_DTYPE``, some thousands each, by rising hash.

@@ -30,6 +30,7 @@ class _Read:
     """A read in flight. Each waiter's result is the slot, with a hold of its own."""
 
     waiters: list[asyncio.Future[int]] = field(default_factory=list)
+    forsaken: bool = False  # its block was deleted: nobody gets what it brings
 
 
 class HostTier:
@@ -44,6 +45,7 @@ class HostTier:
         self._spaces = spaces
         self._counters = counters
         self._reads: dict[int, _Read] = {}
+        self._forsaken = 0  # reads in flight that are no longer among those
         self._wanted: Counter[int] = Counter()  # row -> loads that have yet to come to it
         self._tasks: set[asyncio.Task[None]] = set()
         self._queues: defaultdict[int, deque[tuple[int, asyncio.Future[int]]]] = defaultdict(deque)
@@ -176,15 +178,20 @@ class HostTier:
     async def _read(self, row: int, read: _Read, turn: asyncio.Future[int]) -> None:
         try:
             slot = await turn
-            error = await self._read_into(row, slot)
-            if error is None:
+            error = None if read.forsaken else await self._read_into(row, slot)
+            if read.forsaken:
+                self._put_back(slot)
+            elif error is None:
                 self._filled(row, slot, read)
             else:
                 self._failed(row, slot, read, error)
         finally:
             for waiter in read.waiters:
                 waiter.cancel()  # unsettled only if the store closes
-            del self._reads[row]
+            if read.forsaken:
+                self._forsaken -= 1
+            else:
+                del self._reads[row]
             self._index.unhold(row)
             self.notify_room()
 
@@ -221,8 +228,7 @@ class HostTier:
         block = self._index.hashes[row][:6].hex()
         self._counters[kind] += 1
         log.warning("event=block_unreadable kind=%s block=%s reason=%s", kind, block, error)
-        self._arena.abandon(slot)
-        self._arena.unhold(slot)
+        self._put_back(slot)
         if corrupt:
             # Here, once, while the read still keeps the row: a load that learns of it later
             # may find the row healed, or filled by another worker.
@@ -230,6 +236,21 @@ class HostTier:
         for waiter in read.waiters:
             if not waiter.done():
                 _fail(waiter, error)
+
+    def _put_back(self, slot: int) -> None:
+        self._arena.abandon(slot)
+        self._arena.unhold(slot)
+
+    def forsake(self, row: int) -> None:
+        """Nobody gets this block any more, though it may be being read: it is deleted."""
+        read = self._reads.pop(row, None)
+        if read is None:
+            return
+        read.forsaken = True
+        self._forsaken += 1
+        for waiter in read.waiters:
+            if not waiter.done():
+                _fail(waiter, CorruptBlock("the block was deleted meanwhile"))
 
     def new_block(self, row: int, slot: int) -> NewBlock:
         """A block of the arena as the disk takes it."""
@@ -261,7 +282,7 @@ class HostTier:
 
     def reading(self) -> int:
         """Reads in flight or waiting for a slot."""
-        return len(self._reads)
+        return len(self._reads) + self._forsaken
 
     def is_reading(self, row: int) -> bool:
         """Whether this block is being read."""

@@ -19,6 +19,8 @@ from kvstore.units import plan_input
 
 REASON_OF: Mapping[Departure | Setback, MissReason] = {
     Departure.CAPACITY: MissReason.EVICTED,
+    Departure.EXPIRED: MissReason.EXPIRED,
+    Departure.DELETED: MissReason.DELETED,
     Departure.CORRUPT: MissReason.LOST,
     Departure.LOST: MissReason.LOST,
     Setback.REFUSED: MissReason.REFUSED,
@@ -62,7 +64,7 @@ class Matcher:
         index, rows = self._index, walk.rows
         unit = len(rows) if self._policy == "block" else index.deepest_unit(rows)
         blocks = min(prompt.aligned(unit), prompt.usable_blocks)
-        host = sum(index.slot[row] != NONE for row in rows[:blocks])
+        host = index.in_arena(rows[:blocks])
         return Match(
             blocks=blocks,
             host_blocks=host,

@@ -7,17 +7,22 @@ a ``Holder``; what it holds ends with ``release``, with its connection, or by th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena, SlotState
 from kvstore.audit import audit
+from kvstore.curation import Curator
 from kvstore.disk import DiskTier
+from kvstore.erasing import Eraser
 from kvstore.errors import InvalidArgument, Unavailable
+from kvstore.expiry import Expiry
 from kvstore.ghosts import GhostList, Gone, Setback
 from kvstore.hashing import HASH_BYTES
 from kvstore.host import HostTier
@@ -27,7 +32,7 @@ from kvstore.matching import Matcher, Prompt
 from kvstore.namespace import Namespace
 from kvstore.observer import Departure, Observer, Unobserved
 from kvstore.payloads import OpenPayloads
-from kvstore.prefix_index import PrefixIndex
+from kvstore.prefix_index import NONE, PrefixIndex, Walk
 from kvstore.readers import ReaderGroups
 from kvstore.reserving import Reserved, Reserver
 from kvstore.restore import restore, used_bytes
@@ -77,7 +82,25 @@ class Store:
         )
         # Readers hold half of the arena; half of the rest is what they may be apart.
         self._readers = ReaderGroups(self._quota_bytes // 2, self._host.notify_room, self.counters)
-        self._clock: asyncio.Task[None] | None = None
+        self._expiry = Expiry(
+            self._index,
+            self._writer,
+            self.counters,
+            ttl=settings.ttl_seconds,
+            max_age=settings.max_age_seconds,
+        )
+        eraser = Eraser(
+            self._index,
+            self._spaces,
+            self._leases,
+            self._host,
+            disk,
+            self._writer,
+            self.counters,
+            self._expire,
+        )
+        self.curator = Curator(self._index, self._spaces, eraser)
+        self._clocks: list[asyncio.Task[None]] = []
         self._closing = False
 
     @classmethod
@@ -93,27 +116,25 @@ class Store:
         ``DataDirError``, ``ArenaUnavailable``, and ``DiskError`` if the disk fails already.
         """
         disk = await asyncio.to_thread(DiskTier, settings, open_payloads, observer)
-        try:
-            arena = await asyncio.to_thread(
-                Arena, settings.host_bytes, lead=disk.lead, numa_node=settings.numa_node
-            )
-        except BaseException:
-            disk.close()
-            raise
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(disk.close)
+            arena = Arena(settings.host_bytes, lead=disk.lead)
+            undo.callback(arena.close)
             store = cls(settings, disk, arena, observer or Unobserved())
-            await asyncio.to_thread(store._restore)
-        except BaseException:
-            arena.close()
-            disk.close()
-            raise
+            # Side by side: one waits for the kernel to find memory, the other one computes.
+            backing = asyncio.to_thread(arena.back, settings.numa_node)
+            restoring = asyncio.to_thread(store._restore)
+            for failure in await asyncio.gather(backing, restoring, return_exceptions=True):
+                if failure is not None:
+                    raise failure
+            undo.pop_all()
         store._writer.start()
-        store._clock = asyncio.create_task(store._expire_leases())
+        store._clocks = [asyncio.create_task(clock()) for clock in (store._expire_leases, store._tend)]
         return store
 
     def _restore(self) -> None:
         self._spaces.restore()
-        self._writer.used_bytes = restore(self._index, self._disk, self._spaces, self.counters)
+        self._writer.room.used = restore(self._index, self._disk, self._spaces, self.counters)
 
     # --- workers
 
@@ -141,7 +162,7 @@ class Store:
             return known.digest
         check_interval(self.settings.interval, namespace.layout.block_tokens)
         self._spaces.fit(namespace.layout)
-        number, digest = await self._writer.add_namespace(namespace)
+        number, digest = await self._writer.record(self._disk.add_namespace, namespace)
         return self._spaces.admit(number, namespace, digest).digest
 
     def space(self, namespace: bytes) -> Space:
@@ -158,9 +179,11 @@ class Store:
         """See ``kvstore.api.KVStore.match``. Touches no payload."""
         self._accepting()
         prompt = self._prompt(namespace, hashes, tokens, align)
-        walk = self._index.walk(prompt.namespace, hashes)
+        walk = self._walk(prompt.namespace, hashes)
         common = self._matcher.common_prefix(prompt, walk)
-        match = self._matcher.match(prompt, walk, common)
+        match = replace(
+            self._matcher.match(prompt, walk, common), epoch=self._spaces.epochs.of(prompt.namespace)
+        )
         if store:
             if common == len(walk.rows) > 0:
                 self._reserver.mark(walk.rows[-1], UnitKind.COMMON_PREFIX)
@@ -172,10 +195,15 @@ class Store:
             self.counters[f"miss_{match.reason}"] += 1
         return match
 
+    def _walk(self, namespace: int, hashes: Sequence[bytes]) -> Walk:
+        if namespace in self._spaces.epochs.erasing:
+            return Walk([], NONE)
+        return self._index.walk(namespace, hashes)
+
     def trail(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int) -> Trail:
         """What ``match`` would answer, and what is known of the place where it stops. Counts nothing."""
         prompt = self._prompt(namespace, hashes, tokens, align)
-        return trail(self._index, self._ghosts, self._matcher, prompt)
+        return trail(self._index, self._ghosts, self._matcher, prompt, self._walk(prompt.namespace, hashes))
 
     def _prompt(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, align: int) -> Prompt:
         space = self._spaces.get(namespace)
@@ -201,7 +229,7 @@ class Store:
         _check_hashes(hashes)
         if not 0 <= first <= len(hashes):
             raise InvalidArgument(f"first={first} is outside [0, {len(hashes)}]")
-        rows = self._index.walk(space.id, hashes).rows
+        rows = self._walk(space.id, hashes).rows
         reader = self._readers.join(space.id, readers, first, space.block_bytes) if readers else None
         now = time.time()
         self._index.touch(rows, now)
@@ -231,12 +259,22 @@ class Store:
             self._writer.unit_used(rows[unit - 1])
 
     def reserve(
-        self, holder: Holder, namespace: bytes, parent: bytes, hashes: Sequence[bytes], lease: int
+        self,
+        holder: Holder,
+        namespace: bytes,
+        parent: bytes,
+        hashes: Sequence[bytes],
+        lease: int,
+        epoch: int | None = None,
     ) -> Reserved:
         """Slots for the blocks of a chain that are not stored; see ``kvstore.api.KVStore``."""
         self._accepting()
         _check_hashes((parent, *hashes))
-        return self._reserver.reserve(holder, self._spaces.get(namespace), parent, hashes, lease)
+        space = self._spaces.get(namespace)
+        self._spaces.epochs.require(space.id, epoch)
+        if space.id in self._spaces.epochs.erasing:
+            return self._reserver.put_off(holder, space, len(hashes), lease)
+        return self._reserver.reserve(holder, space, parent, hashes, lease)
 
     def slot_for_upload(self, holder: Holder, lease: int, block: bytes) -> memoryview:
         """The bytes of a slot being filled, for a worker that cannot map the arena.
@@ -256,6 +294,10 @@ class Store:
         """Whether a commit is on disk, once that is known. Raises ``TicketUnknown``."""
         self._writer.hurry()
         return await self._writer.tickets.wait(ticket)
+
+    def tenant_of_ticket(self, ticket: int) -> str:
+        """Whose blocks a commit was about. Raises ``TicketUnknown``."""
+        return self._spaces.of(self._writer.tickets.namespace(ticket)).namespace.tenant
 
     def release(self, holder: Holder, lease: int) -> None:
         """End a lease of this worker, expired or not; others are ignored."""
@@ -294,6 +336,16 @@ class Store:
                 self.counters["expired_leases"] += 1
                 self._expire(lease)
 
+    async def _tend(self) -> None:
+        while True:
+            await asyncio.sleep(self._expiry.tick)
+            self._writer.keep_uses()
+            await self.expire(time.time())
+
+    async def expire(self, now: float) -> int:
+        """Drop what has expired at ``now`` (unix seconds); how many blocks. The store does so by itself."""
+        return await self._expiry.sweep(now)
+
     def _expire(self, lease: Lease) -> None:
         lease.expired = True
         if lease.holder.mapped:
@@ -317,7 +369,7 @@ class Store:
         slots = sum(self.arena.count(state) for state in SlotState if state is not SlotState.FREE)
         return Status(
             host=TierStatus(self.arena.used_bytes, self.arena.nbytes, slots),
-            disk=TierStatus(self._writer.used_bytes, self.settings.disk_bytes, self._index.on_disk()),
+            disk=TierStatus(self._writer.room.used_bytes, self.settings.disk_bytes, self._index.on_disk()),
             mode="host_only" if self._writer.failing else "ok",
             pinned=self.arena.pinned,
             dirty_blocks=self._writer.dirty_blocks,
@@ -335,15 +387,16 @@ class Store:
         """Violated invariants over all tables; empty when sound. For tests."""
         faults = audit(self._index, self.arena, self._leases, reading=self._host.reading())
         counted = used_bytes(self._index, self._disk, self._spaces)
-        if counted != self._writer.used_bytes:
-            faults.append(f"{counted} bytes are on disk, {self._writer.used_bytes} counted")
+        if +counted != +self._writer.room.used:
+            faults.append(f"{counted} bytes are on disk by namespace, {self._writer.room.used} counted")
         return faults
 
     async def close(self) -> bool:
         """Drain: refuse new work, make dirty blocks durable, close. True if all became durable."""
         self._closing = True
-        if self._clock is not None:
-            self._clock.cancel()
+        for clock in self._clocks:
+            clock.cancel()
+        self.curator.close()
         # Not ended: a worker may still touch the slots that it holds.
         for lease in self._leases:
             self._expire(lease)
@@ -355,6 +408,9 @@ class Store:
 
 
 def _check_hashes(hashes: Sequence[bytes]) -> None:
+    # In one go first: a prompt has thousands, and hardly ever a wrong one.
+    if set(map(type, hashes)) <= {bytes} and set(map(len, hashes)) <= {HASH_BYTES}:
+        return
     for block in hashes:
         if not isinstance(block, bytes) or len(block) != HASH_BYTES:
             raise InvalidArgument(f"{block!r:.80} is no block hash: {HASH_BYTES} bytes")

@@ -111,6 +111,7 @@ class Session:
         self._opened: Namespace | None = None
         self._digest: bytes | None = None  # of _opened, once the store has told it
         self._local_key = b""  # in its stead while the store is away
+        self._epochs: dict[bytes, int] = {}  # by digest, of what the pool has of it
         self.pool = LatentPool(info.layout, -(-pool_tokens // size), model.device)
         self._loader = PrefixLoader(self.pool, align=self._align, timeout=load_timeout)
         self._queue = StoreQueue(self.pool, store, deadline=store_deadline) if store is not None else None
@@ -205,6 +206,7 @@ class Session:
         match = Match(reason=MissReason.UNAVAILABLE)
         if digest is not None:
             match = self._guard("match", lambda: self._match(digest, hashes, len(tokens)), match)
+            self._follow(digest, match.epoch)
         whole = len(tokens) - len(tokens) % self._align
         usable = hashes[: (len(tokens) - 1) // self._align * self._align // self._block]
         units = _units(match.persist_points, whole, self._block)
@@ -214,7 +216,7 @@ class Session:
                 self._counters["store_unavailable"] += 1
                 self._queue.note_lost()
             else:
-                request.job = self._queue.job(lambda: key)
+                request.job = self._queue.job(lambda: key, epoch=match.epoch)
         return request
 
     def _open_namespace(self) -> bytes | None:
@@ -236,6 +238,12 @@ class Session:
         except NamespaceUnknown:
             self._digest = None  # the data directory is another one: open it with the next request
             raise
+
+    def _follow(self, digest: bytes, epoch: int | None) -> None:
+        """What was deleted from the store leaves the pool too, with all else of its namespace."""
+        if epoch is not None and epoch != self._epochs.get(digest):
+            self._counters["forgotten_blocks"] += self.pool.forget(digest)
+            self._epochs[digest] = epoch
 
     def _prefix(self, request: _Request, decoding: Decoding) -> Prefix:
         taken = self._loader.take(request.usable)
@@ -321,7 +329,7 @@ class Session:
         if not blocks:
             return
         for block, block_hash in zip(blocks, hashes, strict=True):
-            self.pool.register(block, block_hash)
+            self.pool.register(block, block_hash, request.key)
         if request.job is not None:
             request.job.add(hashes, blocks, request.units)
         request.queued = until

@@ -82,11 +82,13 @@ class LmdbFile:
         use can still kill; only reads that bypass the map would be safe from that.
         """
         stat = os.fstat(self._fd)
-        if stat.st_size < self._size:
-            os.ftruncate(self._fd, self._size)
-        if self._whole and (stat.st_size < self._size or stat.st_nlink == 0):
+        short = stat.st_size < self._size
+        if self._whole and (short or stat.st_nlink == 0):
+            # Before it is stretched: another thread would take the stretched one for whole.
             self._whole = False
             _log.warning("%s was truncated or deleted while open", self.path / "data.mdb")
+        if short:
+            os.ftruncate(self._fd, self._size)
         return self._whole
 
     def page_of(self, value: memoryview, lead: int) -> int:

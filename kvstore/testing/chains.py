@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -34,6 +36,17 @@ def tokens(seed: int, blocks: int) -> list[int]:
     return ids
 
 
+@functools.cache
+def overlapping(number: int) -> tuple[int, ...]:
+    """Token ids of 1 to 28 whole blocks. Every other number starts like an earlier one, up to some block."""
+    rng = random.Random(number)
+    shared: tuple[int, ...] = ()
+    if number and rng.random() < 0.5:
+        earlier = overlapping(rng.randrange(number))
+        shared = earlier[: BLOCK_TOKENS * rng.randint(1, len(earlier) // BLOCK_TOKENS)][: BLOCK_TOKENS * 16]
+    return shared + tuple(rng.randrange(1 << 32) for _ in range(BLOCK_TOKENS * rng.randint(1, 12)))
+
+
 def end_of(hashes: Sequence[bytes], kinds: UnitKind = UnitKind.REQUEST_END) -> list[UnitMark]:
     """A mark on the last block."""
     return [UnitMark(hashes[-1], kinds)]
@@ -54,10 +67,29 @@ def store_chain(
     Marks are made with the commit of their block. The answer of ``durable``.
     """
     units = {mark.hash: mark for mark in (end_of(hashes) if marks is None else marks)}
-    parent, lease, done, tickets = ROOT, 0, 0, list[int]()
+    lease = store.reserve(namespace, ROOT, []).lease
+    try:
+        tickets = _store_pieces(store, namespace, hashes, units, lease, nbytes, compressible)
+        sure = [store.durable(ticket, timeout=DEADLINE) for ticket in tickets] if durable else [True]
+    finally:
+        # Also when a commit is refused: what it reserved would be pending for all others, and for ever.
+        store.release(lease)
+    return all(sure)
+
+
+def _store_pieces(
+    store: KVStore,
+    namespace: bytes,
+    hashes: Sequence[bytes],
+    units: Mapping[bytes, UnitMark],
+    lease: int,
+    nbytes: int,
+    compressible: bool,
+) -> list[int]:
+    """Reserve, fill and commit piece by piece; the tickets."""
+    parent, done, tickets = ROOT, 0, list[int]()
     while done < len(hashes):
         answer = store.reserve(namespace, parent, hashes[done : done + RESERVE], lease=lease)
-        lease = answer.lease
         moved = answer.blocks[: len(answer.blocks) - answer.retry]
         filled = [block for block in moved if block.state is ReserveState.FILL]
         for block in filled:
@@ -69,9 +101,7 @@ def store_chain(
         parent = hashes[done - 1] if done else ROOT
         if not moved:  # the arena is full of unwritten blocks: they are on their way to the disk
             store.durable(tickets[-1] if len(tickets) < 2 else tickets[-2], timeout=DEADLINE)
-    sure = [store.durable(ticket, timeout=DEADLINE) for ticket in tickets] if durable else [True]
-    store.release(lease)
-    return all(sure)
+    return tickets
 
 
 def load_chain(

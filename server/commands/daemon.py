@@ -8,16 +8,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, Self
 
-import grpc
 import typer
 
 from kvstore import wire
-from kvstore.errors import Unavailable
+from kvstore.errors import Unauthenticated, Unavailable
+from kvstore.identity import Identity
 from kvstore.namespace import Namespace
-from kvstore.transport import error_of
+from kvstore.transport import Transport
 from kvstore.v1 import operator_pb2 as pb
 from kvstore.v1 import operator_pb2_grpc
-from server.config import UNIX, ConfigError, default_listen, load
+from server.config import ConfigError, default_listen, load
 from server.explaining.explanation import Opened
 
 ANSWER_SECONDS = 5.0
@@ -37,10 +37,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def address(listen: str | None, data: str | None) -> str:
     """Where the daemon listens, by the same rules as ``serve``. Raises ``ConfigError``."""
-    if listen is not None and data is None:
-        return load({"listen": listen, "data": "."}).address
+    if listen is not None:
+        return listen
     if data is not None:
-        return load({"listen": listen, "data": data}).address
+        return load({"data": data}).address
     try:
         return load({}).address
     except ConfigError:  # no data directory is known: only the user's runtime directory is left
@@ -48,18 +48,15 @@ def address(listen: str | None, data: str | None) -> str:
 
 
 class Operator:
-    """What a daemon answers to an operator. Its methods raise what the daemon does, and ``Unavailable``."""
+    """What a daemon answers to an operator. Its methods raise what the daemon does, and ``Unavailable``.
+
+    Raises ``InvalidArgument`` for an identity of the environment that cannot be used.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
-        target = f"unix:{url.removeprefix(UNIX)}" if url.startswith(UNIX) else url
-        options = (
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
-        )
-        self._channel = grpc.insecure_channel(target, options=options)
-        self._stub: Any = operator_pb2_grpc.OperatorStub(self._channel)
+        self._transport = Transport(url, ANSWER_SECONDS, Identity.from_environment())
+        self._stub: Any = operator_pb2_grpc.OperatorStub(self._transport.channel)
 
     def __enter__(self) -> Self:
         return self
@@ -67,16 +64,15 @@ class Operator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._channel.close()
+        self._transport.close()
 
     def _ask(self, verb: Callable[..., Any], request: Any) -> Any:
         try:
-            return verb(request, timeout=ANSWER_SECONDS)
-        except grpc.RpcError as failure:
-            error = error_of(failure)
-            if isinstance(error, Unavailable):
-                error = Unavailable(f"no daemon answers at {self._url} ({error}); is it running?")
-            raise error from None
+            return self._transport.call(verb, request)
+        except Unauthenticated:
+            raise
+        except Unavailable as error:
+            raise Unavailable(f"no daemon answers at {self._url} ({error}); is it running?") from None
 
     def report(self) -> dict[str, Any]:
         """The daemon's report as ``server.report.Report`` has it."""

@@ -20,6 +20,7 @@ from kvstore.errors import (
     DataDirInUse,
     DiskError,
     FormatMismatch,
+    InvalidArgument,
 )
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import DEEPSEEK_V3
@@ -28,6 +29,7 @@ from kvstore.payloads import Place
 from kvstore.payloads.direct import Run
 from kvstore.settings import MIB
 from kvstore.store import Store
+from kvstore.units import UnitKind
 from tests.kvstore.blocks import (
     OTHER,
     SMALL,
@@ -175,6 +177,17 @@ def test_a_payload_file_that_is_cut_or_gone_is_a_miss_and_heals(tmp_path, caplog
         assert load_chain(store, worker.namespace, hashes) == BLOCKS
         push_out(store, worker)
     with open_store(tmp_path) as store:
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+
+
+def test_a_worker_whose_commit_is_refused_leaves_nothing_that_others_would_wait_for(tmp_path):
+    with open_store(tmp_path) as store:
+        worker = Conversation(store)
+        hashes = block_hashes(worker.namespace, tokens(1, BLOCKS))
+        with pytest.raises(InvalidArgument):
+            store_chain(store, worker.namespace, hashes, end_of(hashes, UnitKind(0)))
+        assert store.status().leases == 0
+        assert store_chain(store, worker.namespace, hashes)
         assert load_chain(store, worker.namespace, hashes) == BLOCKS
 
 
@@ -422,9 +435,22 @@ def test_another_format_version_is_refused_and_left_alone(tmp_path):
     with pytest.raises(FormatMismatch, match="99"):
         open_store(tmp_path)
     with lmdb.open(str(tmp_path / "catalog"), max_dbs=4) as env, env.begin(write=True) as txn:
-        txn.put(b"format", b"1", db=env.open_db(b"info", txn))
+        txn.put(b"format", b"2", db=env.open_db(b"info", txn))
     with open_store(tmp_path) as store:  # the refusal gave the directory up, and changed nothing
         assert load_chain(store, worker.namespace, hashes) == BLOCKS
+
+
+def test_a_directory_of_the_first_format_is_taken_over(tmp_path):
+    """It had no notes."""
+    with open_store(tmp_path) as store:
+        worker, hashes = stored(store)
+    with lmdb.open(str(tmp_path / "catalog"), max_dbs=5) as env, env.begin(write=True) as txn:
+        txn.put(b"format", b"1", db=env.open_db(b"info", txn))
+        txn.drop(env.open_db(b"notes", txn))
+    with open_store(tmp_path) as store:
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+    with lmdb.open(str(tmp_path / "catalog"), max_dbs=5) as env, env.begin() as txn:
+        assert bytes(txn.get(b"format", db=env.open_db(b"info", txn))) == b"2"
 
 
 def test_a_store_that_cannot_open_gives_the_directory_up(tmp_path):

@@ -34,8 +34,13 @@ class Bench:
         return self
 
     async def __aexit__(self, *_):
-        self.faults.read_gate.set()
-        self.faults.write_gate.set()
+        for gate in (
+            self.faults.read_gate,
+            self.faults.write_gate,
+            self.faults.written_gate,
+            self.faults.free_gate,
+        ):
+            gate.set()
         assert self.store.check() == []
         await self.store.close()
 
@@ -44,6 +49,9 @@ class Bench:
 
     async def put(self, hashes, parent=ROOT):
         return await put(self.store, self.worker, self.namespace, hashes, parent)
+
+    async def reserve(self, hashes, parent=ROOT):
+        return self.store.reserve(self.worker, self.namespace, parent, hashes, 0)
 
     def match(self, hashes):
         return self.store.match(self.namespace, hashes, 64 * len(hashes) + 1, align=64, store=False)
