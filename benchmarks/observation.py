@@ -22,7 +22,7 @@ from kvstore.hashing import block_hashes
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
 from kvstore.testing.chains import store_chain
-from server.tally import Tally, Worth
+from server.tally import Asked, Tally, Worth
 
 LAYOUT = LatentLayout(num_layers=1, latent_rank=64, rope_dim=0)
 _CALLS = 200  # in one round
@@ -62,7 +62,7 @@ def measure(blocks: int, rounds: int) -> list[Cost]:
     tally = Tally(Worth(prefill_rate=5000.0))
 
     def observe_match() -> None:
-        tally.matched("default", 1100, 64, _MATCH)
+        tally.matched("default", Asked(1100, 0, 64), _MATCH)
         tally.answered("Match", "OK")
         tally.took("match", 0.0005)
 

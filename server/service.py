@@ -26,7 +26,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from server.access import Access
 from server.refusals import refuse
 from server.streams import Context, Upload, announce_slots, send_blocks
-from server.tally import Tally
+from server.tally import Asked, Tally
 from server.workers import WorkerTable, require_lease_room
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,8 @@ class KVStoreService:
             align=request.align,
             store=request.store,
         )
-        self.tally.matched(space.namespace.tenant, request.tokens, space.layout.block_tokens, match)
+        asked = Asked(request.tokens, request.counted, space.layout.block_tokens)
+        self.tally.matched(space.namespace.tenant, asked, match)
         return wire.match_response(match)
 
     @answered

@@ -56,6 +56,15 @@ class TenantTally:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt that was matched; an earlier Match of its request was ``counted`` for so many tokens of it."""
+
+    tokens: int
+    counted: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Miss:
     """A prompt that fell short. ``at`` in unix seconds."""
 
@@ -142,16 +151,21 @@ class Tally:
         """One of ``STEPS`` is done."""
         self._histograms.seconds_of[step].observe(seconds)
 
-    def matched(self, tenant: str, tokens: int, block_tokens: int, match: Match) -> None:
-        """A prompt of so many tokens was matched."""
+    def matched(self, tenant: str, asked: Asked, match: Match) -> None:
+        """A prompt was matched."""
         figures = self.tenant(tenant)
-        hit = match.blocks * block_tokens
+        hit, counted = match.blocks * asked.block_tokens, min(asked.counted, asked.tokens)
+        fresh = max(hit - counted, 0)
+        # Where each of them lies is known as a sum over the whole match only.
+        disk = min(fresh, match.disk_blocks * asked.block_tokens)
+        figures.hit_tokens[Tier.HOST] += fresh - disk
+        figures.hit_tokens[Tier.DISK] += disk
+        figures.miss_tokens[match.reason] += asked.tokens - max(hit, counted)
+        if counted:
+            return
         figures.matches[match.reason] += 1
-        figures.hit_tokens[Tier.HOST] += match.host_blocks * block_tokens
-        figures.hit_tokens[Tier.DISK] += match.disk_blocks * block_tokens
-        figures.miss_tokens[match.reason] += tokens - hit
         if match.reason is not MissReason.NONE:
-            self.misses.append(Miss(time.time(), tenant, tokens, hit, match.reason))
+            self.misses.append(Miss(time.time(), tenant, asked.tokens, hit, match.reason))
 
     def loaded(self, tenant: str, host_tokens: int, disk_tokens: int, nbytes: int, seconds: float) -> None:
         """A load has ended that delivered so many tokens from each tier."""
