@@ -80,13 +80,7 @@ class Arena:
     ``InvalidArgument`` and changes nothing.
     """
 
-    def __init__(
-        self,
-        nbytes: int,
-        extent_bytes: int = DEFAULT_EXTENT_BYTES,
-        *,
-        lead: int = 0,
-    ) -> None:
+    def __init__(self, nbytes: int, extent_bytes: int = DEFAULT_EXTENT_BYTES, *, lead: int = 0) -> None:
         self.nbytes = nbytes - nbytes % PAGE_BYTES
         self.lead = lead  # bytes before the block in its slot
         extent_pages = extent_bytes // PAGE_BYTES

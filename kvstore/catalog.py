@@ -376,9 +376,12 @@ def _put(txn: lmdb.Transaction, db: Any, key: bytes, body: bytes) -> None:
 def _sound(pairs: Sequence[tuple[bytes, bytes]], fields: np.dtype[np.void]) -> NDArray[np.void]:
     """Those pairs of key and value that are whole records and verify. At start there may be millions."""
     sealed = np.dtype([("record", fields), ("check", "<u8")])
+    parts = list(chain.from_iterable(pairs))
     rest = sealed.itemsize - HASH_BYTES
-    whole = (pair for pair in pairs if len(pair[0]) == HASH_BYTES and len(pair[1]) == rest)
-    found = np.frombuffer(b"".join(chain.from_iterable(whole)), sealed)
+    if not (set(map(len, parts[::2])) <= {HASH_BYTES} and set(map(len, parts[1::2])) <= {rest}):
+        whole = (pair for pair in pairs if len(pair[0]) == HASH_BYTES and len(pair[1]) == rest)
+        parts = list(chain.from_iterable(whole))
+    found = np.frombuffer(b"".join(parts), sealed)
     bodies = found["record"].view(f"V{fields.itemsize}").tolist()
     digests = np.fromiter(map(xxh3_64_intdigest, bodies), np.uint64, len(bodies))
     sound: NDArray[np.void] = found["record"][digests == found["check"]]

@@ -81,3 +81,13 @@ def split_hashes(blob: bytes) -> list[bytes]:
         raise InvalidArgument(f"{len(blob)} bytes are no whole number of {HASH_BYTES}-byte hashes")
     hashes: list[bytes] = np.frombuffer(blob, f"V{HASH_BYTES}").tolist()
     return hashes
+
+
+def check_hashes(hashes: Sequence[bytes]) -> None:
+    """Raises ``InvalidArgument`` for what is no block hash."""
+    # In one go first: a prompt has thousands, and hardly ever a wrong one.
+    if set(map(type, hashes)) <= {bytes} and set(map(len, hashes)) <= {HASH_BYTES}:
+        return
+    for block in hashes:
+        if not isinstance(block, bytes) or len(block) != HASH_BYTES:
+            raise InvalidArgument(f"{block!r:.80} is no block hash: {HASH_BYTES} bytes")

@@ -7,11 +7,14 @@ request 2 is A+C): ``floor64(|A|)`` is where request 3, A+D, should hit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.api import Match, MissReason
+from kvstore.errors import InvalidArgument
 from kvstore.ghosts import GhostList, Setback
+from kvstore.hashing import check_hashes
 from kvstore.observer import Departure
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex, Walk
 from kvstore.settings import Policy
@@ -48,6 +51,18 @@ class Prompt:
     def aligned(self, blocks: int) -> int:
         """``blocks`` rounded down to a multiple of ``align`` tokens."""
         return blocks * self.block_tokens // self.align * self.align // self.block_tokens
+
+
+def checked_prompt(
+    namespace: int, hashes: Sequence[bytes], tokens: int, block_tokens: int, align: int
+) -> Prompt:
+    """What a caller says of a prompt. Raises ``InvalidArgument``."""
+    check_hashes(hashes)
+    if tokens < len(hashes) * block_tokens:
+        raise InvalidArgument(f"tokens={tokens} is less than {len(hashes)} blocks of {block_tokens}")
+    if align <= 0 or (align % block_tokens and block_tokens % align):
+        raise InvalidArgument(f"align={align} is no positive multiple of {block_tokens} tokens")
+    return Prompt(namespace, hashes, tokens, block_tokens, math.lcm(align, block_tokens))
 
 
 class Matcher:

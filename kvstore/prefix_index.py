@@ -175,8 +175,7 @@ class PrefixIndex:
         One that is not known becomes a hole. So comes after the ``extend`` of all that can be a parent.
         """
         names: list[bytes] = parents.tolist()
-        find = self._rows.get
-        above = np.fromiter((find(name, NONE) for name in names), np.int32, len(names))
+        above = np.fromiter(map(self._rows.get, names, repeat(NONE)), np.int32, len(names))
         for at in np.flatnonzero(above == NONE).tolist():
             if names[at] != ROOT:
                 above[at] = self._find_or_dig(names[at], first + at)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -24,11 +23,11 @@ from kvstore.erasing import Eraser
 from kvstore.errors import InvalidArgument, Unavailable
 from kvstore.expiry import Expiry
 from kvstore.ghosts import GhostList, Gone, Setback
-from kvstore.hashing import HASH_BYTES
+from kvstore.hashing import check_hashes
 from kvstore.host import HostTier
 from kvstore.leases import Holder, Lease, LeaseTable
 from kvstore.loading import LoadStream
-from kvstore.matching import Matcher, Prompt
+from kvstore.matching import Matcher, checked_prompt
 from kvstore.namespace import Namespace
 from kvstore.observer import Departure, Observer, Unobserved
 from kvstore.payloads import OpenPayloads
@@ -178,7 +177,8 @@ class Store:
     ) -> Match:
         """See ``kvstore.api.KVStore.match``. Touches no payload."""
         self._accepting()
-        prompt = self._prompt(namespace, hashes, tokens, align)
+        space = self._spaces.get(namespace)
+        prompt = checked_prompt(space.id, hashes, tokens, space.layout.block_tokens, align)
         walk = self._walk(prompt.namespace, hashes)
         common = self._matcher.common_prefix(prompt, walk)
         match = replace(
@@ -202,18 +202,9 @@ class Store:
 
     def trail(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int) -> Trail:
         """What ``match`` would answer, and what is known of the place where it stops. Counts nothing."""
-        prompt = self._prompt(namespace, hashes, tokens, align)
-        return trail(self._index, self._ghosts, self._matcher, prompt, self._walk(prompt.namespace, hashes))
-
-    def _prompt(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, align: int) -> Prompt:
         space = self._spaces.get(namespace)
-        _check_hashes(hashes)
-        block_tokens = space.layout.block_tokens
-        if tokens < len(hashes) * block_tokens:
-            raise InvalidArgument(f"tokens={tokens} is less than {len(hashes)} blocks of {block_tokens}")
-        if align <= 0 or (align % block_tokens and block_tokens % align):
-            raise InvalidArgument(f"align={align} is no positive multiple of {block_tokens} tokens")
-        return Prompt(space.id, hashes, tokens, block_tokens, math.lcm(align, block_tokens))
+        prompt = checked_prompt(space.id, hashes, tokens, space.layout.block_tokens, align)
+        return trail(self._index, self._ghosts, self._matcher, prompt, self._walk(space.id, hashes))
 
     def load(
         self,
@@ -226,7 +217,7 @@ class Store:
         """Open a lease over ``hashes[first:]`` and start to read them, in order."""
         self._accepting()
         space = self._spaces.get(namespace)
-        _check_hashes(hashes)
+        check_hashes(hashes)
         if not 0 <= first <= len(hashes):
             raise InvalidArgument(f"first={first} is outside [0, {len(hashes)}]")
         rows = self._walk(space.id, hashes).rows
@@ -269,7 +260,7 @@ class Store:
     ) -> Reserved:
         """Slots for the blocks of a chain that are not stored; see ``kvstore.api.KVStore``."""
         self._accepting()
-        _check_hashes((parent, *hashes))
+        check_hashes((parent, *hashes))
         space = self._spaces.get(namespace)
         self._spaces.epochs.require(space.id, epoch)
         if space.id in self._spaces.epochs.erasing:
@@ -287,7 +278,7 @@ class Store:
     def commit(self, holder: Holder, lease: int, hashes: Sequence[bytes], units: Sequence[UnitMark]) -> int:
         """Seal filled blocks and mark units, all or nothing; returns a ticket."""
         self._accepting()
-        _check_hashes((*hashes, *(unit.hash for unit in units)))
+        check_hashes((*hashes, *(unit.hash for unit in units)))
         return self._reserver.commit(holder, lease, hashes, units)
 
     async def durable(self, ticket: int) -> bool:
@@ -405,12 +396,3 @@ class Store:
         self.arena.close()
         await asyncio.to_thread(self._disk.close)
         return durable
-
-
-def _check_hashes(hashes: Sequence[bytes]) -> None:
-    # In one go first: a prompt has thousands, and hardly ever a wrong one.
-    if set(map(type, hashes)) <= {bytes} and set(map(len, hashes)) <= {HASH_BYTES}:
-        return
-    for block in hashes:
-        if not isinstance(block, bytes) or len(block) != HASH_BYTES:
-            raise InvalidArgument(f"{block!r:.80} is no block hash: {HASH_BYTES} bytes")
