@@ -52,7 +52,13 @@ class TenantTally:
     hit_tokens: Counter[Tier] = field(default_factory=Counter)
     miss_tokens: Counter[MissReason] = field(default_factory=Counter)
     loaded_tokens: Counter[Tier] = field(default_factory=Counter)
+    load_seconds: float = 0.0
     saved_seconds: float = 0.0
+
+    @property
+    def break_even_rate(self) -> float:
+        """Tokens that a second of loading brought: a model that prefills as fast gains nothing. Or 0."""
+        return self.loaded_tokens.total() / self.load_seconds if self.load_seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +178,7 @@ class Tally:
         figures = self.tenant(tenant)
         figures.loaded_tokens[Tier.HOST] += host_tokens
         figures.loaded_tokens[Tier.DISK] += disk_tokens
+        figures.load_seconds += seconds
         figures.saved_seconds += self.worth.saved_seconds(host_tokens + disk_tokens, seconds)
         self.loaded_bytes += nbytes
         self._histograms.bytes_of["load"].observe(nbytes)

@@ -88,6 +88,8 @@ def test_tokens_are_counted_by_tenant_tier_and_reason(scraped: tuple[dict[str, s
     assert 0 < 384_000 - value("saved_prefill_seconds_total", tenant="acme") < 2 * DEADLINE
     assert value("saved_money_total", tenant="acme") == value("saved_prefill_seconds_total", tenant="acme")
     assert value("step_size_bytes_sum", step="load") == 2 * value("step_size_bytes_sum", step="disk_read") > 0
+    seconds = value("step_duration_seconds_sum", step="load")
+    assert value("break_even_prefill_rate", tenant="acme") == pytest.approx(384 / seconds)
     for step, times in {"match": 3, "load": 2, "disk_read": 3}.items():
         assert value("step_duration_seconds_count", step=step) == times
     assert value("units") == 1
