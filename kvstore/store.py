@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena, SlotState
-from kvstore.audit import audit
+from kvstore.audit import Held, audit, held
 from kvstore.curation import Curator
 from kvstore.disk import DiskTier
 from kvstore.errors import InvalidArgument, Unavailable
@@ -376,6 +376,10 @@ class Store:
         if +counted != +self._writer.room.used:
             faults.append(f"{counted} bytes are on disk by namespace, {self._writer.room.used} counted")
         return faults
+
+    def held(self) -> Held:
+        """What is kept for somebody. For tests."""
+        return held(self._index, self.arena, self._leases)
 
     async def close(self) -> bool:
         """Drain: refuse new work, make dirty blocks durable, close. True if all became durable."""

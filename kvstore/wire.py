@@ -177,7 +177,7 @@ def tokens_of(request: pb.MatchRequest | operator_pb.TrailRequest) -> int:
 
 
 def match_request(
-    namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool
+    namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool, counted: int
 ) -> pb.MatchRequest:
     """A Match as it travels. Raises ``InvalidArgument``."""
     return pb.MatchRequest(
@@ -186,6 +186,7 @@ def match_request(
         tokens=unsigned("tokens", tokens),
         align=unsigned("align", align, 32),
         store=store,
+        counted=unsigned("counted", counted),
     )
 
 

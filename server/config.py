@@ -85,6 +85,7 @@ class Config(BaseSettings):
     readers: int = 8
     numa_node: int | None = None
     http: Annotated[str, AfterValidator(_check_http)] | None = None
+    record_bytes: ByteSize = ByteSize(16 << 20)
     prefill_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     gpu_hour_price: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -20,12 +20,15 @@ from kvstore.v1 import operator_pb2 as pb
 from server.events import event
 from server.holdings import holdings, pin_held
 from server.pages import Pages
+from server.record import RequestRecord
 from server.report import trail_report
 from server.streams import Context
 
 log = logging.getLogger(__name__)
 
 MAX_UNITS = 1000  # in one answer
+_BATCH = 64  # recorded requests of a message
+
 OPERATOR = pb.DESCRIPTOR.services_by_name["Operator"].full_name
 
 Request = TypeVar("Request")
@@ -52,9 +55,10 @@ class OperatorService:
     An operator sees every tenant: whoever may call this may know what each of them has stored.
     """
 
-    def __init__(self, store: Store, pages: Pages) -> None:
+    def __init__(self, store: Store, pages: Pages, record: RequestRecord) -> None:
         self._store = store
         self._pages = pages
+        self._record = record
 
     async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportResponse:
         """Everything an operator may want to see."""
@@ -145,3 +149,9 @@ class OperatorService:
             raise InvalidArgument("name a unit, a namespace or a tenant to be deleted")
         event(log, logging.WARNING, "deleted", what=what, blocks=deleted.blocks)
         return pb.DeleteResponse(namespaces=deleted.namespaces, blocks=deleted.blocks)
+
+    async def Record(self, request: pb.RecordRequest, context: Context) -> None:
+        """The last requests."""
+        for batch in self._record.batches(_BATCH):
+            recorded = [pb.RecordedRequest(at=each.at, tokens=each.tokens, ids=each.ids) for each in batch]
+            await context.write(pb.RecordResponse(requests=recorded))

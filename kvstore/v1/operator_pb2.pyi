@@ -135,3 +135,23 @@ class DeleteResponse(_message.Message):
     namespaces: int
     blocks: int
     def __init__(self, namespaces: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class RecordRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RecordedRequest(_message.Message):
+    __slots__ = ("at", "tokens", "ids")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    at: float
+    tokens: int
+    ids: bytes
+    def __init__(self, at: _Optional[float] = ..., tokens: _Optional[int] = ..., ids: _Optional[bytes] = ...) -> None: ...
+
+class RecordResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RecordedRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RecordedRequest, _Mapping]]] = ...) -> None: ...
