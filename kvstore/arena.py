@@ -7,6 +7,7 @@ A slot id is the number of the slot's first 4 KiB page in the arena: unique over
 classes, and where the bytes lie. A slot is FREE unless it has an entry here:
 
     take -> FILLING -> seal -> DIRTY -> clean -> CLEAN        clean also straight from FILLING
+    loosen: DIRTY -> LOOSE        tighten: LOOSE -> DIRTY
     abandon: FILLING -> FREE      disown: any -> FREE         both ORPHAN while held, FREE at the last unhold
 
 Held, FILLING and ORPHAN slots are never evicted or given out again.
@@ -19,53 +20,15 @@ import mmap
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import NamedTuple
 
 from kvstore.errors import CapacityTooSmall, InvalidArgument
 from kvstore.extents import Extent, ExtentTable
 from kvstore.memory import allocate_shared, lock_in_memory
 from kvstore.payloads.direct import PAGE_BYTES, Run
+from kvstore.slots import NO_OWNER, READABLE, Slot, SlotClass, SlotState, Taken
 
 DEFAULT_EXTENT_BYTES = 64 << 20
-NO_OWNER = -1
 SECOND_CHANCES = 512  # given for one slot, so that a full arena of wanted blocks costs no more
-
-
-class SlotState(IntEnum):
-    """What a slot holds."""
-
-    FREE = 0
-    FILLING = 1
-    DIRTY = 2  # readable, not on disk
-    CLEAN = 3  # readable, also on disk
-    ORPHAN = 4  # its block is gone, but somebody still holds it
-
-
-class Taken(NamedTuple):
-    """A slot in state FILLING with one hold, and the owners whose slots were evicted for it."""
-
-    slot: int
-    evicted: tuple[int, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Class:
-    nbytes: int
-    pages: int
-    open: dict[int, Extent] = field(default_factory=dict)  # by start: those with a FREE slot
-    clean: OrderedDict[int, _Slot] = field(default_factory=OrderedDict)  # not held; least recent first
-    dirty: OrderedDict[int, _Slot] = field(default_factory=OrderedDict)  # the same, DIRTY
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    extent: Extent
-    owner: int
-    state: SlotState = SlotState.FILLING
-    holders: int = 1
-    stamp: int = 0
 
 
 def _nobody(owner: int) -> bool:
@@ -91,8 +54,8 @@ class Arena:
         self.memory = memoryview(b"")  # all of it, writable
         self._map: mmap.mmap | None = None
         self._extents = ExtentTable(self.nbytes // PAGE_BYTES, extent_pages)
-        self._classes: list[_Class] = []
-        self._slots: dict[int, _Slot] = {}
+        self._classes: list[SlotClass] = []
+        self._slots: dict[int, Slot] = {}
         self._counts: Counter[SlotState] = Counter()  # FREE is not kept here
         self._used_pages = 0
         self._clock = 0
@@ -117,7 +80,7 @@ class Arena:
                 return number
         if nbytes_block <= 0:
             raise InvalidArgument(f"a block of {nbytes_block} bytes; it needs at least one")
-        made = _Class(nbytes_block, -(-(self.lead + nbytes_block) // PAGE_BYTES))
+        made = SlotClass(nbytes_block, -(-(self.lead + nbytes_block) // PAGE_BYTES))
         largest = self._extents.largest
         if made.pages > largest:
             raise CapacityTooSmall(
@@ -168,7 +131,7 @@ class Arena:
             return tuple(self._free(slot) for slot in cut if slot in self._slots)
         return (self._free(victim),) if victim is not None else None
 
-    def _oldest(self, order: OrderedDict[int, _Slot], wanted: Callable[[int], bool]) -> int | None:
+    def _oldest(self, order: OrderedDict[int, Slot], wanted: Callable[[int], bool]) -> int | None:
         """The least recently used slot that is not wanted; the least recent if too many are."""
         for _ in range(min(len(order), SECOND_CHANCES)):
             slot = next(iter(order))
@@ -196,7 +159,7 @@ class Arena:
         extent.used += 1
         if extent.used == extent.pages // mine.pages:
             del mine.open[extent.start]
-        made = self._slots[slot] = _Slot(extent, owner)
+        made = self._slots[slot] = Slot(extent, owner)
         self._counts[SlotState.FILLING] += 1
         self._used_pages += mine.pages
         self._stamp(made)
@@ -210,6 +173,14 @@ class Arena:
         """The block is on disk too: FILLING or DIRTY -> CLEAN."""
         self._move(slot, self._require(slot, "clean", SlotState.FILLING, SlotState.DIRTY), SlotState.CLEAN)
 
+    def loosen(self, slot: int) -> None:
+        """The block will not go to disk, and may be evicted: DIRTY -> LOOSE."""
+        self._move(slot, self._require(slot, "loosen", SlotState.DIRTY), SlotState.LOOSE)
+
+    def tighten(self, slot: int) -> None:
+        """The block goes to disk after all: LOOSE -> DIRTY."""
+        self._move(slot, self._require(slot, "tighten", SlotState.LOOSE), SlotState.DIRTY)
+
     def abandon(self, slot: int) -> None:
         """The block will not come: FILLING -> FREE, or ORPHAN while held."""
         self._require(slot, "abandon", SlotState.FILLING)
@@ -217,7 +188,7 @@ class Arena:
 
     def disown(self, slot: int) -> None:
         """The block is gone: FREE, or ORPHAN until the last ``unhold``."""
-        found = self._require(slot, "disown", SlotState.FILLING, SlotState.DIRTY, SlotState.CLEAN)
+        found = self._require(slot, "disown", SlotState.FILLING, *READABLE)
         if found.holders:
             self._move(slot, found, SlotState.ORPHAN)
             found.owner = NO_OWNER
@@ -226,7 +197,7 @@ class Arena:
 
     def hold(self, slot: int) -> None:
         """Keep the slot from eviction and reuse; counted."""
-        found = self._require(slot, "hold", SlotState.FILLING, SlotState.DIRTY, SlotState.CLEAN)
+        found = self._require(slot, "hold", SlotState.FILLING, *READABLE)
         self._leave_order(slot, found)
         found.holders += 1
         self._stamp(found)
@@ -250,13 +221,13 @@ class Arena:
         self._stamp(found)
         self._enter_order(slot, found)
 
-    def _require(self, slot: int, verb: str, *states: SlotState) -> _Slot:
+    def _require(self, slot: int, verb: str, *states: SlotState) -> Slot:
         found = self._slots.get(slot)
         if found is None or found.state not in states:
             raise InvalidArgument(f"cannot {verb} slot {slot}: it is {self.state(slot).name}")
         return found
 
-    def _move(self, slot: int, found: _Slot, state: SlotState) -> None:
+    def _move(self, slot: int, found: Slot, state: SlotState) -> None:
         self._leave_order(slot, found)
         self._counts[found.state] -= 1
         self._counts[state] += 1
@@ -264,23 +235,24 @@ class Arena:
         self._stamp(found)
         self._enter_order(slot, found)
 
-    def _stamp(self, found: _Slot) -> None:
+    def _stamp(self, found: Slot) -> None:
         self._clock = found.stamp = self._clock + 1
         self._extents.use(found.extent, self._clock)
 
-    # A slot is in exactly one of its class's orders if it is not held and CLEAN or DIRTY; the
-    # extent counts them. Every change of state or holders happens between leaving and entering.
+    # A slot is in exactly one of its class's orders if it is not held and CLEAN, LOOSE or DIRTY; the
+    # extent counts them, LOOSE as CLEAN. Every change of state or holders happens between leaving and
+    # entering.
 
-    def _leave_order(self, slot: int, found: _Slot) -> None:
+    def _leave_order(self, slot: int, found: Slot) -> None:
         mine = self._classes[found.extent.cls]
         if mine.clean.pop(slot, None):
             found.extent.clean -= 1
         elif mine.dirty.pop(slot, None):
             found.extent.dirty -= 1
 
-    def _enter_order(self, slot: int, found: _Slot) -> None:
+    def _enter_order(self, slot: int, found: Slot) -> None:
         mine = self._classes[found.extent.cls]
-        if found.holders == 0 and found.state is SlotState.CLEAN:
+        if found.holders == 0 and found.state in (SlotState.CLEAN, SlotState.LOOSE):
             mine.clean[slot] = found
             found.extent.clean += 1
         elif found.holders == 0 and found.state is SlotState.DIRTY:
@@ -383,7 +355,7 @@ class Arena:
         idle = Counter(found.state for found in inside.values() if not found.holders)
         listed = (len(mine.clean.keys() & inside), len(mine.dirty.keys() & inside))
         counted = (extent.clean, extent.dirty)
-        if not listed == counted == (idle[SlotState.CLEAN], idle[SlotState.DIRTY]):
+        if not listed == counted == (idle[SlotState.CLEAN] + idle[SlotState.LOOSE], idle[SlotState.DIRTY]):
             yield f"extent {extent.start} counts {counted} idle slots, lists {listed}"
         if extent.used != len(inside) or extent.cut * step > extent.pages:
             yield f"extent {extent.start} counts {extent.used} used slots of {len(inside)}"

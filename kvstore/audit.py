@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvstore.arena import Arena, SlotState
+from kvstore.arena import Arena
 from kvstore.leases import LeaseTable
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex
+from kvstore.slots import SlotState
 
 _SLOT_STATES = {
     BlockState.FILLING: {SlotState.FILLING},
-    BlockState.PRESENT: {SlotState.DIRTY, SlotState.CLEAN},
+    BlockState.PRESENT: {SlotState.DIRTY, SlotState.CLEAN, SlotState.LOOSE},
 }
 
 
@@ -52,7 +53,9 @@ def _slots(index: PrefixIndex, arena: Arena, reading: int) -> Iterator[str]:
             yield f"row {row} has slot {slot}, which is {state.name} and belongs to {arena.owner(slot)}"
         if (state is SlotState.CLEAN) != (index.place[row] != NONE):
             yield f"row {row} at place {index.place[row]} has slot {slot}, which is {state.name}"
-    used = sum(arena.count(state) for state in (SlotState.FILLING, SlotState.DIRTY, SlotState.CLEAN))
+    used = sum(
+        arena.count(state) for state in (SlotState.FILLING, SlotState.DIRTY, SlotState.CLEAN, SlotState.LOOSE)
+    )
     if not owned <= used <= owned + reading:
         yield f"{used} slots hold blocks, of which {owned} are known and {reading} are being read"
 

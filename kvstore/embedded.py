@@ -173,11 +173,11 @@ class Embedded:
 
     def curate(self, work: Callable[[Curator], Coroutine[Any, Any, Result]], timeout: float = 60.0) -> Result:
         """What an operator does: ``store.curate(lambda it: it.delete_unit(name))``; see ``Curator``."""
-        return self._run(work(self._store.curator), timeout)
+        return self._run(work(self._store.keeping.curator), timeout)
 
     def expire(self, now: float) -> int:
         """Drop what has expired at ``now`` (unix seconds); how many blocks. The store does so by itself."""
-        return self._run(self._store.expire(now), None)
+        return self._run(self._store.keeping.expire(now), None)
 
     def check(self) -> list[str]:
         """Violated invariants of the store's tables; empty when sound."""

@@ -8,7 +8,7 @@ in between; under ``block`` each block is of use, so a tail is one block.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 
@@ -23,14 +23,20 @@ class TailEvictor:
         self._index = index
         self._whole = policy == "unit"
 
-    def evict(self, enough: Callable[[], bool], drop: Callable[[int], None]) -> bool:
+    def evict(
+        self,
+        enough: Callable[[], bool],
+        drop: Callable[[int], None],
+        among: Collection[int] | None = None,
+    ) -> bool:
         """Call ``drop`` on rows, leaves first, until ``enough()`` holds; False if it can't be had.
 
-        ``drop`` takes the row out of its tiers and the index (``PrefixIndex.lose``).
+        ``drop`` takes the row out of its tiers and the index (``PrefixIndex.lose``). ``among`` names
+        the namespaces whose rows may go; None is all.
         """
         if enough():
             return True
-        leaves = self._leaves()
+        leaves = self._leaves(among)
         bared: list[tuple[float, int]] = []  # a heap of rows that became leaves
         while leaves or bared:
             oldest = heapq.heappop(bared) if _first(bared, leaves) else leaves.pop()
@@ -44,7 +50,7 @@ class TailEvictor:
                 return True
         return False
 
-    def _leaves(self) -> list[tuple[float, int]]:
+    def _leaves(self, among: Collection[int] | None) -> list[tuple[float, int]]:
         """All rows that may go, least recently used last."""
         index = self._index
         rows = np.flatnonzero(
@@ -53,6 +59,8 @@ class TailEvictor:
             & (view(index.children) == 0)
             & (view(index.holds) == 0)
         )
+        if among is not None:
+            rows = rows[np.isin(view(index.namespace)[rows], list(among))]
         used = view(index.used)[rows]
         order = np.argsort(-used, kind="stable")
         return list(zip(used[order].tolist(), rows[order].tolist(), strict=True))

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from kvstore.observer import Departure
 
+_CONTINUED, _AGAIN = 1, 2
 GHOST_BYTES = 200  # RAM of one entry: a bytes object of 32, a dict entry and its links
 
 
@@ -33,31 +34,46 @@ class Gone:
 
 
 class GhostList:
-    """An LRU set of block hashes, each with whether its chain went on behind it.
+    """An LRU set of block hashes, each with whether its chain went on behind it, and was seen again.
 
     Beside it, and at most half of the room, the blocks that have left, or failed to come.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity = capacity_bytes // GHOST_BYTES
-        self._continued: OrderedDict[bytes, bool] = OrderedDict()
+        self._seen: OrderedDict[bytes, int] = OrderedDict()
         self._gone: OrderedDict[bytes, Gone] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._continued) + len(self._gone)
+        return len(self._seen) + len(self._gone)
 
     def __contains__(self, block: bytes) -> bool:
-        return block in self._continued
+        return block in self._seen
 
     def remember(self, hashes: Sequence[bytes]) -> None:
         """Note a chain's blocks, first to last. The oldest entries leave for them."""
-        seen = self._continued
+        seen = self._seen
         # Deepest first, so that a chain's end is forgotten before its beginning.
         for index in range(len(hashes) - 1, -1, -1):
             block = hashes[index]
-            seen[block] = index < len(hashes) - 1 or seen.get(block, False)
+            before = seen.get(block)
+            goes_on = _CONTINUED if index < len(hashes) - 1 else 0
+            seen[block] = goes_on if before is None else goes_on | before | _AGAIN
             seen.move_to_end(block)
         self._trim()
+
+    def note(self, block: bytes) -> None:
+        """A block was stored in memory only: should it go from there, it has been seen."""
+        self._gone.pop(block, None)
+        self._seen.setdefault(block, 0)
+        self._trim()
+
+    def seen_before(self, block: bytes) -> bool:
+        """Whether a block was stored or seen before the request that brings it now."""
+        gone = self._gone.get(block)
+        return bool(self._seen.get(block, 0) & _AGAIN) or (
+            gone is not None and isinstance(gone.why, Departure)
+        )
 
     def leave(self, block: bytes, gone: Gone) -> None:
         """A stored block has left, or one that was to be stored has not come."""
@@ -67,12 +83,12 @@ class GhostList:
 
     def _trim(self) -> None:
         while len(self) > self._capacity:
-            leaving = self._gone if len(self._gone) > self._capacity // 2 else self._continued
+            leaving = self._gone if len(self._gone) > self._capacity // 2 else self._seen
             leaving.popitem(last=False)
 
     def forget(self, block: bytes) -> None:
         """The block is stored now."""
-        self._continued.pop(block, None)
+        self._seen.pop(block, None)
         self._gone.pop(block, None)
 
     def gone(self, block: bytes) -> Gone | None:
@@ -81,4 +97,4 @@ class GhostList:
 
     def continued(self, block: bytes) -> bool:
         """Whether a chain was seen to go on behind this block."""
-        return self._continued.get(block, False)
+        return bool(self._seen.get(block, 0) & _CONTINUED)

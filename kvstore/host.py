@@ -85,8 +85,9 @@ class HostTier:
         self._counters["host_evicted_blocks"] += 1
         self._index.slot[row] = NONE
         if self._index.place[row] == NONE:
-            self._counters["host_lost_blocks"] += 1
-            self.on_setback(self._index.hashes[row], Setback.UNWRITTEN)
+            if self.dirty_evictable:
+                self._counters["host_lost_blocks"] += 1
+                self.on_setback(self._index.hashes[row], Setback.UNWRITTEN)
             self._index.lose(row)
             self.on_lost(row)
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from kvstore.admission import Admission
 from kvstore.catalog import Catalog
 from kvstore.curation import Curator
 from kvstore.disk import DiskTier
@@ -35,6 +36,7 @@ class Keeping:
         host: HostTier,
         disk: DiskTier,
         writer: Writer,
+        admission: Admission,
         counters: Counter[str],
         end_lease: Callable[[Lease], None],
     ) -> None:
@@ -42,7 +44,7 @@ class Keeping:
         self._expiry = Expiry(
             index, writer, counters, ttl=settings.ttl_seconds, max_age=settings.max_age_seconds
         )
-        self._pins = Pins(index, spaces, disk, writer, settings.pin_share)
+        self._pins = Pins(index, spaces, disk, writer, admission, settings.pin_share)
         eraser = Eraser(index, spaces, leases, host, disk, writer, self._pins, counters, end_lease)
         self.curator = Curator(index, spaces, self._pins, eraser)
 

@@ -42,6 +42,7 @@ class Lease:
     rows: list[int] = field(default_factory=list)
     slots: Counter[int] = field(default_factory=Counter)
     filling: dict[bytes, int] = field(default_factory=dict)  # block hash -> row
+    stored: set[int] = field(default_factory=set)  # rows that it filled and sealed
 
     @property
     def live(self) -> bool:

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from kvstore.admission import Admission
 from kvstore.catalog import Catalog
 from kvstore.disk import DiskTier
 from kvstore.errors import DiskError, InvalidArgument, PinLimit, PinUnknown, UnitUnknown
@@ -53,12 +54,19 @@ class Pins:
     """All pins of a store, within ``share`` of its disk. Owned by the store's event loop."""
 
     def __init__(
-        self, index: PrefixIndex, spaces: SpaceTable, disk: DiskTier, writer: Writer, share: float
+        self,
+        index: PrefixIndex,
+        spaces: SpaceTable,
+        disk: DiskTier,
+        writer: Writer,
+        admission: Admission,
+        share: float,
     ) -> None:
         self._index = index
         self._spaces = spaces
         self._disk = disk
         self._writer = writer
+        self._admission = admission
         self._limit = int(share * disk.capacity_bytes)
         self._pins: dict[str, Pin] = {}
         self._rows: dict[str, int] = {}  # by handle
@@ -89,6 +97,7 @@ class Pins:
         self._require_room(row)
         self._hold(pin, row)
         try:
+            self._admission.seen(chain)
             unwritten = [each for each in chain if index.place[each] == NONE]
             ticket = self._writer.tickets.give([*unwritten, *self._writer.awaited(row)], pin.namespace)
             self._writer.hurry()

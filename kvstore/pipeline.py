@@ -76,12 +76,16 @@ class Pipeline:
     @property
     def rows(self) -> int:
         """Blocks under way."""
-        return sum(len(batch.rows) for batch in self.batches)
+        return len(self.carried())
 
     @property
     def nbytes(self) -> int:
         """Bytes of disk that the blocks under way take at most."""
         return sum(batch.nbytes for batch in self.batches)
+
+    def carried(self) -> list[int]:
+        """The rows under way."""
+        return [row for batch in self.batches for row in batch.rows]
 
     def carries(self, row: int) -> bool:
         """Whether this row's block is under way."""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstore.admission import Admission
 from kvstore.api import ReserveState
 from kvstore.arena import Arena
 from kvstore.errors import InvalidArgument, NamespaceMismatch, NotReserved, ParentMissing
@@ -45,6 +46,7 @@ class Reserver:
         leases: LeaseTable,
         host: HostTier,
         writer: Writer,
+        admission: Admission,
         counters: Counter[str],
         *,
         quota_bytes: int,
@@ -55,6 +57,7 @@ class Reserver:
         self._leases = leases
         self._host = host
         self._writer = writer
+        self._admission = admission
         self._counters = counters
         self._quota = quota_bytes
 
@@ -70,6 +73,8 @@ class Reserver:
         now = time.monotonic()
         lease = lease or self._leases.open(holder, space.id, space.block_bytes, now)
         self._leases.renew(lease, now)
+        if above != NONE and above not in lease.stored:
+            self._admission.seen([above])
         return self._reserve_chain(space, lease, above, hashes)
 
     def put_off(self, holder: Holder, space: Space, count: int, lease_id: int) -> Reserved:
@@ -132,6 +137,8 @@ class Reserver:
                 offsets.append(self._arena.offset(index.slot[row]))
             elif state is ReserveState.PRESENT:
                 present = row
+                if row not in lease.stored:
+                    self._admission.seen([row])
             index.used[row] = now
             states.append(state)
             above = row
@@ -199,7 +206,9 @@ class Reserver:
             self._mark_forks(row)
         waits = rows + [key for row, _ in marks for key in self._writer.awaited(row)]
         self._host.notify_room()
-        return self._writer.tickets.give(waits, lease.namespace)
+        ticket = self._writer.tickets.give(waits, lease.namespace)
+        self._admission.settle([*rows, *(row for row, _ in marks)])
+        return ticket
 
     def _unit_row(self, lease: Lease, unit: UnitMark, hashes: Sequence[bytes]) -> int:
         if not 0 < unit.kinds <= ALL_KINDS:
@@ -222,8 +231,8 @@ class Reserver:
         self._arena.seal(index.slot[row])
         del lease.filling[block]
         self._leases.drop_slot(lease, index.slot[row])
-        self._ghosts.forget(block)
-        self._writer.block(row)
+        lease.stored.add(row)
+        self._admission.stored(row)
         self._counters["stored_blocks"] += 1
 
     def _mark_forks(self, row: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 Policy = Literal["unit", "block"]
+Admit = Literal["always", "second"]
 CodecName = Literal["raw", "zstd"]
 PayloadKind = Literal["lmdb", "slab"]
 
@@ -30,6 +32,9 @@ class StoreSettings:
     disk_bytes: int = 50 * GIB
     interval: int = DEFAULT_INTERVAL  # tokens between interval units; 0 is off
     policy: Policy = "unit"
+    tenant_bytes: int = 0  # of disk that one tenant may fill; 0 is all of it
+    tenant_quotas: Mapping[str, int] = field(default_factory=dict)  # the same for those named here
+    admit: Admit = "always"  # what goes to disk: all blocks, or those that were seen before
     codec: CodecName = "raw"
     payloads: PayloadKind = "lmdb"
     ghost_bytes: int = 64 * MIB  # RAM for chains that were seen and are not stored
@@ -45,6 +50,8 @@ class StoreSettings:
         check_interval(self.interval)
         if self.policy not in ("unit", "block"):
             raise InvalidArgument(f"policy={self.policy!r}: use 'unit' or 'block'")
+        if self.admit not in ("always", "second"):
+            raise InvalidArgument(f"admit={self.admit!r}: use 'always' or 'second'")
         if self.codec not in ("raw", "zstd"):
             raise InvalidArgument(f"codec={self.codec!r}: use 'raw' or 'zstd'")
         if self.payloads not in ("lmdb", "slab"):
@@ -68,6 +75,9 @@ class StoreSettings:
             raise InvalidArgument(
                 f"pin_share={self.pin_share} is outside [0, 0.8]: what is not pinned needs room too"
             )
+        for quota in (self.tenant_bytes, *self.tenant_quotas.values()):
+            if quota < 0:
+                raise InvalidArgument(f"tenant_bytes={quota}: give the bytes of a tenant, or 0 for no limit")
         for name, seconds in (("ttl_seconds", self.ttl_seconds), ("max_age_seconds", self.max_age_seconds)):
             if seconds and not 1 <= seconds < math.inf:
                 raise InvalidArgument(f"{name}={seconds}: give a second or more, or 0 for no limit")

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvstore.admission import Admission
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
-from kvstore.arena import Arena, SlotState
+from kvstore.arena import Arena
 from kvstore.audit import Held, audit, held
-from kvstore.curation import Curator
 from kvstore.disk import DiskTier
 from kvstore.errors import InvalidArgument, Unavailable
 from kvstore.ghosts import GhostList, Gone, Setback
@@ -35,6 +35,7 @@ from kvstore.readers import ReaderGroups
 from kvstore.reserving import Reserved, Reserver
 from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
+from kvstore.slots import SlotState
 from kvstore.spaces import Space, SpaceTable
 from kvstore.survey import Survey, survey
 from kvstore.trail import Trail, trail
@@ -62,12 +63,15 @@ class Store:
         self._leases = LeaseTable(self._index, arena, seconds=settings.lease_seconds)
         self._host = HostTier(self._index, arena, disk, self._spaces, self.counters)
         self._writer = Writer(
-            self._index, arena, self._host, disk, self._spaces, self.counters, policy=settings.policy
+            self._index, arena, self._host, disk, self._spaces, self.counters, settings=settings
         )
         self._writer.on_left = self._note_departure
         self._host.on_lost = self._writer.settle_lost
         self._host.on_setback = self._note_setback
         self._host.on_corrupt = self._writer.corrupt
+        self._admission = Admission(
+            self._index, arena, self._ghosts, self._writer, self.counters, settings.admit
+        )
         self._reserver = Reserver(
             self._index,
             self._ghosts,
@@ -75,12 +79,13 @@ class Store:
             self._leases,
             self._host,
             self._writer,
+            self._admission,
             self.counters,
             quota_bytes=self._quota_bytes,
         )
         # Readers hold half of the arena; half of the rest is what they may be apart.
         self._readers = ReaderGroups(self._quota_bytes // 2, self._host.notify_room, self.counters)
-        self._keeping = Keeping(
+        self.keeping = Keeping(
             settings,
             self._index,
             self._spaces,
@@ -88,6 +93,7 @@ class Store:
             self._host,
             disk,
             self._writer,
+            self._admission,
             self.counters,
             self._expire,
         )
@@ -120,15 +126,13 @@ class Store:
                     raise failure
             undo.pop_all()
         store._writer.start()
-        store._clocks = [
-            asyncio.create_task(clock()) for clock in (store._expire_leases, store._keeping.tend)
-        ]
+        store._clocks = [asyncio.create_task(clock()) for clock in (store._expire_leases, store.keeping.tend)]
         return store
 
     def _restore(self) -> None:
         self._spaces.restore()
         self._writer.room.used = restore(self._index, self._disk, self._spaces, self.counters)
-        self._keeping.restore(self._disk.catalog)
+        self.keeping.restore(self._disk.catalog)
 
     # --- workers
 
@@ -223,6 +227,7 @@ class Store:
         if rows:
             self._leases.keep_row(lease, rows[-1])
             self._note_use(rows, now)
+            self._admission.seen(rows)
         self.counters["loads"] += 1
         return LoadStream(
             lease,
@@ -322,15 +327,6 @@ class Store:
                 self.counters["expired_leases"] += 1
                 self._expire(lease)
 
-    async def expire(self, now: float) -> int:
-        """Drop what has expired at ``now`` (unix seconds); how many blocks. The store does so by itself."""
-        return await self._keeping.expire(now)
-
-    @property
-    def curator(self) -> Curator:
-        """For operators: units, pins, deletion."""
-        return self._keeping.curator
-
     def _expire(self, lease: Lease) -> None:
         lease.expired = True
         if lease.holder.mapped:
@@ -371,7 +367,7 @@ class Store:
     def check(self) -> list[str]:
         """Violated invariants over all tables; empty when sound. For tests."""
         faults = audit(self._index, self.arena, self._leases, reading=self._host.reading())
-        faults += self._keeping.check()
+        faults += self.keeping.check()
         counted = used_bytes(self._index, self._disk, self._spaces)
         if +counted != +self._writer.room.used:
             faults.append(f"{counted} bytes are on disk by namespace, {self._writer.room.used} counted")
@@ -386,7 +382,7 @@ class Store:
         self._closing = True
         for clock in self._clocks:
             clock.cancel()
-        self._keeping.close()
+        self.keeping.close()
         # Not ended: a worker may still touch the slots that it holds.
         for lease in self._leases:
             self._expire(lease)

@@ -13,7 +13,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 
-from kvstore.arena import Arena, SlotState
+from kvstore.arena import Arena
 from kvstore.disk import DiskTier, Freed, Stored
 from kvstore.errors import DiskError
 from kvstore.host import HostTier
@@ -24,7 +24,8 @@ from kvstore.observer import Departure
 from kvstore.pipeline import Args, Batch, Pipeline, Result
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex
 from kvstore.room import Room
-from kvstore.settings import Policy
+from kvstore.settings import StoreSettings
+from kvstore.slots import SlotState
 from kvstore.spaces import Space, SpaceTable
 from kvstore.suspects import Suspects
 from kvstore.tickets import TicketDesk
@@ -46,7 +47,7 @@ class Writer:
         spaces: SpaceTable,
         counters: Counter[str],
         *,
-        policy: Policy,
+        settings: StoreSettings,
     ) -> None:
         self._index = index
         self._arena = arena
@@ -76,7 +77,7 @@ class Writer:
         self._ended = asyncio.Event()  # set, and replaced, with the end of each batch
         self._task: asyncio.Task[None] | None = None
         self.tickets = TicketDesk()
-        self.room = Room(index, disk, spaces, policy, self._evict)
+        self.room = Room(index, disk, spaces, settings, self._evict)
         self.on_left: Callable[[int, Departure], None] = lambda row, why: None  # a block leaves the store
 
     @property
@@ -233,7 +234,7 @@ class Writer:
 
     def _begin(self) -> bool:
         """Send the next batch on its way; False if that has to wait for those under way."""
-        rows = self._take_batch()
+        rows = self._within_quota(self._take_batch())
         need = self._pipeline.nbytes + self.room.need(rows)
         if rows and not self.room.make(self._space(next(iter(rows))).block_bytes, need):
             self._release(rows, again=True)
@@ -252,6 +253,21 @@ class Writer:
         self._carriers.add(carrier)
         carrier.add_done_callback(self._carriers.discard)
         return True
+
+    def _within_quota(self, rows: dict[int, int]) -> dict[int, int]:
+        """Those of a batch's rows for which their tenants have room. The rest stay in memory only."""
+        beyond = set(self.room.beyond_quota(rows, self._pipeline.carried()))
+        for row in rows:
+            above = self._index.parent[row]
+            if row in beyond or (above != NONE and self._slot_state(above) is SlotState.LOOSE):
+                self._decline(row, rows[row])
+        return {row: slot for row, slot in rows.items() if self._arena.state(slot) is SlotState.DIRTY}
+
+    def _decline(self, row: int, slot: int) -> None:
+        self._counters["quota_declined_blocks"] += 1
+        self._arena.loosen(slot)
+        self._release({row: slot}, again=False)
+        self.settle_lost(row)
 
     async def _carry(self, batch: Batch) -> None:
         """Take a batch to the disk. Whatever fails, it ends and what it held is queued again."""
@@ -324,12 +340,11 @@ class Writer:
         self._host.notify_room()
 
     def _is_dirty(self, row: int) -> bool:
-        slot = self._index.slot[row]
-        return (
-            self._index.state[row] == BlockState.PRESENT
-            and slot != NONE
-            and self._arena.state(slot) == SlotState.DIRTY
-        )
+        present = self._index.state[row] == BlockState.PRESENT
+        return present and self._slot_state(row) is SlotState.DIRTY
+
+    def _slot_state(self, row: int) -> SlotState:
+        return self._arena.state(self._index.slot[row])
 
     def _take_batch(self) -> dict[int, int]:
         """The next dirty blocks of one layout, in order of commit: row -> slot, both held."""

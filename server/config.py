@@ -6,15 +6,17 @@ whose message is one line that names the setting, its value and where it came fr
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ByteSize, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -22,7 +24,7 @@ from pydantic_settings import (
 
 from kvstore.address import UNIX, Address
 from kvstore.errors import InvalidArgument, KVStoreError
-from kvstore.settings import CodecName, PayloadKind, Policy, StoreSettings
+from kvstore.settings import Admit, CodecName, PayloadKind, Policy, StoreSettings
 from kvstore.units import DEFAULT_INTERVAL
 
 ENV_PREFIX = "LATENTKV_"
@@ -59,6 +61,16 @@ def default_listen(data: Path) -> str:
     return f"{UNIX}{directory / 'latentkv.sock'}"
 
 
+def _read_map(given: object) -> object:
+    """A map from a flag or the environment is JSON; a file has it as a table."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError:
+        raise ValueError('write JSON, such as {"acme": "100GiB"}') from None
+
+
 class Config(BaseSettings):
     """Every setting of the daemon. Sizes in bytes (``4GiB`` and the like are read), times in seconds."""
 
@@ -74,6 +86,9 @@ class Config(BaseSettings):
     disk_bytes: ByteSize = ByteSize(50 << 30)
     interval: int = DEFAULT_INTERVAL
     policy: Policy = "unit"
+    tenant_bytes: ByteSize = ByteSize(0)
+    tenant_quotas: Annotated[dict[str, ByteSize], NoDecode, BeforeValidator(_read_map)] = {}
+    admit: Admit = "always"
     codec: CodecName = "raw"
     payloads: PayloadKind = "lmdb"
     ghost_bytes: ByteSize = ByteSize(64 << 20)
@@ -202,9 +217,10 @@ class _Origin:
         """One line about the first thing that is wrong."""
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
+        source = self.source(str(first["loc"][0]))
         if first["type"] == "missing":
             return f"{name} is not set: give --{name}, {ENV_PREFIX}{name.upper()}, or {name} in the TOML file"
         if first["type"] == "extra_forbidden":
-            return f"{name}={first['input']!r} ({self.source(name)}) is no setting"
+            return f"{name}={first['input']!r} ({source}) is no setting"
         reason = first["msg"].removeprefix("Value error, ")
-        return f"{name}={first['input']!r} ({self.source(name)}): {reason}"
+        return f"{name}={first['input']!r} ({source}): {reason}"

@@ -28,6 +28,8 @@ COUNTERS = {
     "disk_evicted_blocks": "Blocks evicted from a full disk",
     "expired_blocks": "Blocks that were not used for too long, or stored too long ago",
     "deleted_blocks": "Blocks that an operator deleted",
+    "unadmitted_blocks": "Blocks that stayed in memory only, for they were not seen before",
+    "quota_declined_blocks": "Blocks that stayed in memory only, for their tenant's quota was full",
     "host_evicted_blocks": "Blocks whose place in the arena was given to another",
     "host_lost_blocks": "Blocks that left a full arena unwritten, for the disk failed",
     "checksum_failures": "Payloads that did not verify; each was a miss",

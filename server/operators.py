@@ -97,28 +97,28 @@ class OperatorService:
                 f" 1 to {MAX_UNITS}"
             )
         tenant = request.tenant if request.HasField("tenant") else None
-        units = await self._store.curator.units(tenant=tenant, order=order, limit=request.limit)
-        held = holdings(units, await self._store.curator.pins())
+        units = await self._store.keeping.curator.units(tenant=tenant, order=order, limit=request.limit)
+        held = holdings(units, await self._store.keeping.curator.pins())
         return pb.UnitsResponse(units_json=json.dumps([asdict(each) for each in held]))
 
     @answered
     async def Unit(self, request: pb.UnitRequest, context: Context) -> pb.UnitResponse:
         """One unit."""
-        unit = await self._store.curator.unit(request.unit)
-        (held,) = holdings([unit], await self._store.curator.pins())
+        unit = await self._store.keeping.curator.unit(request.unit)
+        (held,) = holdings([unit], await self._store.keeping.curator.pins())
         return pb.UnitResponse(unit_json=json.dumps(asdict(held)))
 
     @answered
     async def Pins(self, request: pb.PinsRequest, context: Context) -> pb.PinsResponse:
         """All pins."""
         tenant = request.tenant if request.HasField("tenant") else None
-        pins = await self._store.curator.pins(tenant=tenant)
+        pins = await self._store.keeping.curator.pins(tenant=tenant)
         return pb.PinsResponse(pins_json=json.dumps([asdict(pin_held(pin)) for pin in pins]))
 
     @answered
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
         """Keep a unit, or keep it for longer."""
-        curator = self._store.curator
+        curator = self._store.keeping.curator
         if bool(request.unit) == bool(request.handle):
             raise InvalidArgument("name a unit to be pinned or the handle of a pin to be extended, not both")
         if request.unit:
@@ -131,14 +131,14 @@ class OperatorService:
     @answered
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
         """Keep a unit no longer."""
-        await self._store.curator.unpin(request.handle)
+        await self._store.keeping.curator.unpin(request.handle)
         event(log, logging.INFO, "unpinned", handle=request.handle)
         return pb.UnpinResponse()
 
     @answered
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
         """Delete a unit, a namespace or a tenant."""
-        curator, what = self._store.curator, request.WhichOneof("what")
+        curator, what = self._store.keeping.curator, request.WhichOneof("what")
         if what == "unit":
             deleted = await curator.delete_unit(request.unit)
         elif what == "namespace":

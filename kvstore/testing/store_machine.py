@@ -6,7 +6,7 @@
 
     TestMine = Machine.TestCase
 
-Needs hypothesis.
+Needs hypothesis and pytest.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.api import ReserveState
-from kvstore.errors import KVStoreError, NotReserved, ParentMissing
+from kvstore.errors import KVStoreError, LeaseUnknown, NotReserved, ParentMissing, UnitUnknown
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.namespace import Namespace
 from kvstore.records import FaultKind
@@ -234,6 +235,44 @@ class StoreMachine(RuleBasedStateMachine):
         hashes = self.hashes(which, word)
         assert set(hashes[: load_chain(self.store, self.spaces[which], hashes)]) <= self.committed[which]
 
+    @precondition(lambda self: not self.failing)
+    @rule(which=layouts, word=words)
+    def delete(self, which: int, word: str) -> None:
+        """An operator deletes a document: its end goes unless something stands on it, and leases end."""
+        hashes = self.hashes(which, word)
+        try:
+            self.subject.delete(hashes[-1])
+        except UnitUnknown:
+            return
+        self.marked[which].discard(hashes[-1])
+        for lease in [lease for lease, (of, _) in self.held.items() if of == which]:
+            with pytest.raises(LeaseUnknown):
+                self.store.commit(lease, [])
+            self.store.release(lease)
+            del self.held[lease]
+        gone = 0
+        while gone < len(hashes) and self.removable(which, hashes[-1 - gone], last=not gone):
+            gone += 1
+            self.committed[which].discard(hashes[-gone])
+            self.sure.discard(hashes[-gone])
+        match = self.store.match(self.spaces[which], hashes, 64 * len(hashes) + 1)
+        assert match.stored_blocks <= len(hashes) - gone
+
+    def removable(self, which: int, block: bytes, *, last: bool) -> bool:
+        """Whether a block of a deleted unit, its last or one before, is needed by nothing else."""
+        chains = [chain for (of, _), chain in self.known.items() if of == which]
+        stands = any(
+            parent == block and below in self.committed[which]
+            for chain in chains
+            for parent, below in pairwise(chain)
+        )
+        return not stands and (last or (block not in self.marked[which] and not self.parts(which, block)))
+
+    @rule()
+    def expire(self) -> None:
+        """A long time goes by."""
+        self.subject.expire()
+
     @rule(which=layouts, word=words, at=st.integers(0, 4 * PIECE))
     def damage(self, which: int, word: str, at: int) -> None:
         """A byte of a block rots on the disk, if it is there."""
@@ -282,7 +321,7 @@ class StoreMachine(RuleBasedStateMachine):
         status = self.store.status()
         assert status.disk.used_bytes <= status.disk.capacity_bytes
         assert status.host.used_bytes <= status.host.capacity_bytes
-        if status.counters.get("disk_evicted_blocks"):
+        if status.counters.get("disk_evicted_blocks") or status.counters.get("expired_blocks"):
             self.sure.clear()
 
 

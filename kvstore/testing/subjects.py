@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +26,12 @@ class Subject(Protocol):
 
     def restart(self) -> None:
         """End it cleanly and bring it back on the same data. Nobody may be using it."""
+
+    def delete(self, unit: bytes) -> None:
+        """Delete the unit of this name. Raises ``UnitUnknown``."""
+
+    def expire(self) -> None:
+        """Let all expire that nothing holds, if its clock can be set forward."""
 
     def faults(self) -> list[str]:
         """Violated invariants, as far as they can be seen while it runs; empty when sound."""
@@ -60,6 +67,14 @@ class EmbeddedSubject:
         """See ``Subject.restart``."""
         self.store.close()
         self.store = Embedded(self._settings, self._open_payloads)
+
+    def delete(self, unit: bytes) -> None:
+        """See ``Subject.delete``."""
+        self.store.curate(lambda curator: curator.delete_unit(unit.hex()))
+
+    def expire(self) -> None:
+        """See ``Subject.expire``."""
+        self.store.expire(time.time() + 2 * self._settings.ttl_seconds)
 
     def faults(self) -> list[str]:
         """See ``Subject.faults``."""

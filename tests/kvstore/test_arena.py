@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.arena import NO_OWNER, PAGE_BYTES, Arena, SlotState
+from kvstore.arena import PAGE_BYTES, Arena
 from kvstore.errors import ArenaUnavailable, CapacityTooSmall, InvalidArgument
+from kvstore.slots import NO_OWNER, SlotState
 
 EXTENT = 4 * PAGE_BYTES
 

@@ -158,7 +158,7 @@ class Rig(Bench):
     """A store of one namespace, whose chains come and are deleted."""
 
     async def delete(self, hashes=None):
-        curator = self.store.curator
+        curator = self.store.keeping.curator
         if hashes is None:
             return await curator.delete_namespaces(digest=self.namespace.hex())
         return await curator.delete_unit(hashes[-1].hex())
@@ -328,7 +328,7 @@ async def test_a_caller_who_goes_away_does_not_stop_it(tmp_path, whole):
         await until(lambda: it.faults.free_gate.arrived == 1)
         deletion.cancel()
         it.faults.free_gate.set()
-        await until(lambda: not it.store.curator.busy)
+        await until(lambda: not it.store.keeping.curator.busy)
         assert it.blocks() == (0, 0)
         assert await it.store.durable(await it.put(hashes))
 

@@ -206,7 +206,7 @@ async def test_expiry_goes_in_steps_between_which_others_are_served(tmp_path):
         hashes = it.hashes(1, 2 * STEP_BLOCKS + 10)
         await it.store.durable(await it.put(hashes))
         it.faults.free_gate.clear()
-        sweep = asyncio.ensure_future(it.store.expire(time.time() + 2 * DAY))
+        sweep = asyncio.ensure_future(it.store.keeping.expire(time.time() + 2 * DAY))
         await until(lambda: it.faults.free_gate.arrived == 1)
         counters = it.store.counters
         assert counters["expired_blocks"] == STEP_BLOCKS  # the next step waits until these have left the disk
@@ -228,11 +228,11 @@ async def test_a_block_only_the_arena_has_expires_too(tmp_path):
         assert not await it.store.durable(ticket)
         index = it.store._index
         assert (
-            await it.store.expire(time.time() + 2 * DAY) == 0
+            await it.store.keeping.expire(time.time() + 2 * DAY) == 0
         )  # it is still to be written, and held for that
         it.faults.fail_writes = False
         await until(lambda: index.place[index.find(hashes[-1])] != NONE)
-        assert await it.store.expire(time.time() + 2 * DAY) == 4
+        assert await it.store.keeping.expire(time.time() + 2 * DAY) == 4
 
 
 def test_departures_are_told_by_cause(tmp_path):

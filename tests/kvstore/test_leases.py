@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from kvstore.api import ReserveState
-from kvstore.arena import SlotState
 from kvstore.errors import LeaseUnknown, NotReserved
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.namespace import Namespace
 from kvstore.settings import MIB
+from kvstore.slots import SlotState
 from kvstore.store import Store
 from kvstore.testing.faults import Faults
 from tests.kvstore.blocks import SMALL, content, end_of, fill, in_loop, put, settings, tokens, until

@@ -186,7 +186,7 @@ async def test_a_pin_waits_until_all_of_the_unit_is_on_disk(tmp_path):
         it.faults.write_gate.clear()
         hashes = it.hashes(1, 8)
         await it.put(hashes)
-        pinning = asyncio.ensure_future(it.store.curator.pin(hashes[-1].hex(), DAY))
+        pinning = asyncio.ensure_future(it.store.keeping.curator.pin(hashes[-1].hex(), DAY))
         await until(lambda: it.faults.writes == 1)
         assert not pinning.done()
         it.faults.write_gate.set()
@@ -201,20 +201,23 @@ async def test_what_cannot_be_written_is_not_pinned(tmp_path):
         hashes = it.hashes(1, 8)
         await it.put(hashes)
         with pytest.raises(DiskError, match="not pinned"):
-            await it.store.curator.pin(hashes[-1].hex(), DAY)
+            await it.store.keeping.curator.pin(hashes[-1].hex(), DAY)
         it.faults.fail_writes = False
         assert await it.store.durable(await it.put(it.hashes(2, 1)))
         it.store._disk.catalog = it.faults.guard(it.store._disk.catalog)
         it.faults.fail_commits = 1
         with pytest.raises(DiskError):
-            await it.store.curator.pin(hashes[-1].hex(), DAY)
-        assert await it.store.curator.pins() == []
-        made = await it.store.curator.pin(hashes[-1].hex(), DAY)
-        for change in (it.store.curator.unpin(made.handle), it.store.curator.extend(made.handle, 9 * DAY)):
+            await it.store.keeping.curator.pin(hashes[-1].hex(), DAY)
+        assert await it.store.keeping.curator.pins() == []
+        made = await it.store.keeping.curator.pin(hashes[-1].hex(), DAY)
+        for change in (
+            it.store.keeping.curator.unpin(made.handle),
+            it.store.keeping.curator.extend(made.handle, 9 * DAY),
+        ):
             it.faults.fail_commits = 1
             with pytest.raises(DiskError):
                 await change
-            assert await it.store.curator.pins() == [made]
+            assert await it.store.keeping.curator.pins() == [made]
 
 
 @pytest.mark.parametrize("share", [-0.1, 0.81, float("nan")])

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvstore.checking import check
 from kvstore.client import Client
 from kvstore.testing.subjects import DISK_BYTES, HOST_BYTES
+from server.commands.daemon import Operator
 from tests.server.conftest import DaemonProcess, Fleet
 
 
@@ -44,6 +45,13 @@ class DaemonSubject:
         assert self.daemon.term() == 0
         self.daemon.start()
         self.store = self._connect()
+
+    def delete(self, unit: bytes) -> None:
+        with Operator(self.daemon.url) as daemon:
+            daemon.delete("unit", unit.hex())
+
+    def expire(self) -> None:
+        pass  # its clock is its own
 
     def faults(self) -> list[str]:
         return []  # its tables can't be seen from here
