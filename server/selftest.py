@@ -81,9 +81,12 @@ class SelfTest:
     def _copy(self) -> Measured:
         target = np.empty_like(self._block)
         target[:] = 0  # else its pages come with the copy
-        return self._timed(
-            "memory, one copy", lambda: [np.copyto(target, self._block) for _ in range(self._blocks)]
-        )
+
+        def copy() -> None:
+            for _ in range(self._blocks):
+                np.copyto(target, self._block)
+
+        return self._timed("memory, one copy", copy)
 
     def _timed(self, step: str, work: Callable[[], object]) -> Measured:
         began = time.perf_counter()
@@ -159,7 +162,8 @@ class SelfTest:
             finally:
                 process.kill()
                 process.wait()
-                process.stdout.close()
+                if process.stdout is not None:
+                    process.stdout.close()
 
     def _put(self, store: KVStore, namespace: bytes, hashes: Sequence[bytes]) -> int:
         """Store a chain as a worker does: a copy into each slot. The last ticket."""
