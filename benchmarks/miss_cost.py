@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import arguments
-from benchmarks.arguments import Parser, machine, workplace, write_json
+from benchmarks.arguments import Parser, machine, require_vllm, workplace, write_json
 from benchmarks.daemon import Daemon
 from benchmarks.options import BenchmarkError
 from benchmarks.ratios import Ratio
@@ -170,12 +170,7 @@ def _parse(options: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _benchmark(options: argparse.Namespace, console: Console) -> None:
-    try:
-        import vllm  # noqa: F401
-    except ImportError as error:
-        raise BenchmarkError(
-            f"{error}: run it in the engines' environment, make .venv-engines/.ready"
-        ) from None
+    require_vllm()
     with workplace(options.data, 4 << 30) as place:
         _save_model(place / "model")
         flags = ["--host-bytes", str(options.arena), "--disk-bytes", "2GiB", "--payloads", options.payloads]
