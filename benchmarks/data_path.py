@@ -6,7 +6,7 @@ A daemon in its own process and a worker in this one. Each round measures our wa
 beside it: raw O_DIRECT reads and writes of the same sizes on the same file system, and memcpy
 between shared-memory tensors. Judge the ratios: they are of one moment, and a disk has moods.
 
-cold    from Match to the last block in the worker's pool. Before, the daemon was ended, the page
+cold    from Match to the last block in the worker's pool. Before, the daemon was killed, the page
         cache of its files dropped and the daemon started again: nothing is in its arena.
 warm    the same for a document that lies in the arena.
 store   from the worker's tensors to the last Commit acknowledged, into the arena of a daemon that
@@ -42,7 +42,7 @@ def _parse(options: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("data_path", "Loads and stores of a daemon beside the limits of disk and memory.")
     parser.add_layout()
     add = parser.add_argument
-    add("--blocks", type=arguments.at_least(1), default=256, metavar="N", help="of the document [256]")
+    add("--blocks", type=arguments.at_least(1), default=512, metavar="N", help="of the document [512]")
     add("--rounds", type=arguments.at_least(1), default=10, metavar="N", help="interleaved rounds [10]")
     add("--device", default="cpu", help="torch device of the worker's pool [cpu]")
     add("--peers", choices=("lmcache",), action="append", default=[], help="measure these stores too")

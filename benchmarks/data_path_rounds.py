@@ -23,9 +23,9 @@ from kvstore.settings import PayloadKind
 MATCH_BLOCKS = 2048  # a document of 128K tokens
 MATCHES = 50  # a round
 WARM_LOADS = 5  # a round
-WRITE_ARENAS = 3
-RAW_BLOCKS = 256  # of one raw measurement, at most
-_LONG, _SHORT = 0, 1  # seeds of the documents that stay
+WRITE_ARENAS = 4
+RAW_BLOCKS = 512  # of one raw measurement, at most
+_LONG, _SHORT, _FILL = 0, 1, 2  # seeds of the documents that are there from the first round on
 # Match touches no payload, so a document of small blocks does where the measured one is too short.
 SMALL = LatentLayout(num_layers=1, latent_rank=16, rope_dim=0, dtype=DType.FP8)
 
@@ -47,8 +47,8 @@ class Plan:
 
     @property
     def warm_blocks(self) -> int:
-        """A document that a worker may hold at once, with some room: below half of the arena."""
-        return max(1, int(self.arena_bytes * 0.45) // self.block_bytes)
+        """A document that lies in the arena, with some room: what is loaded once stays there."""
+        return max(1, int(self.arena_bytes * 0.8) // self.block_bytes)
 
     @property
     def store_blocks(self) -> int:
@@ -67,8 +67,8 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """For the daemon: from the third round on, old blocks must go for the new ones."""
-        blocks = self.blocks + self.warm_blocks + 2 * (self.store_blocks + self.write_blocks)
+        """For the daemon: full from the first round on, so old blocks must go for the new ones."""
+        blocks = self.blocks + self.warm_blocks + self.store_blocks + self.write_blocks
         return int(blocks * self.block_bytes * 1.1) + (256 << 20)
 
     @property
@@ -98,7 +98,7 @@ class Plan:
             "payloads": self.payloads,
             "arena_bytes": self.arena_bytes,
             "device": self.device,
-            "cold_means": "daemon ended and started again, its files dropped from the page cache"
+            "cold_means": "daemon killed and started again, its files dropped from the page cache"
             " (fadvise DONTNEED, checked with mincore)",
         }
 
@@ -108,12 +108,14 @@ class Round:
     """One round; rates in bytes a second. Of raw I/O one for each depth of the queue."""
 
     raw_read: dict[int, float]
+    bare_read: float  # read, checked and copied by bare calls
     cold: float
     warm_memcpy: list[float]
     warm: list[float]
     store_memcpy: list[float]
     store: float
     raw_write: dict[int, float]
+    bare_write: float  # copied, checked and written by bare calls
     write: float
     match_seconds: list[float]
     daemon_rss: int  # the most that was seen, without the arena
@@ -176,6 +178,8 @@ class Course:
         self._places = self._disk.places(self._payload_files())
         self._short = self._worker.document(_SHORT, plan.warm_blocks)
         self._worker.store_durably(self._short)
+        # A cache's disk is full: new blocks are written where old ones were.
+        self._worker.store_durably(self._worker.document(_FILL, plan.store_blocks + plan.write_blocks))
         if plan.blocks >= MATCH_BLOCKS:
             return
         small = enter(Worker(self._daemon.url, SMALL, MATCH_BLOCKS))
@@ -200,6 +204,7 @@ class Course:
         cached = self._restart()
         before, after = self._depths()
         raw_read = {depth: self._disk.read(depth, self._places) for depth in before}
+        bare_read = self._disk.read_bare(self._places)
         cold = self._rate(plan.blocks, self._load_all())
         raw_read |= {depth: self._disk.read(depth, self._places) for depth in after}
         self._check_pool()
@@ -207,24 +212,27 @@ class Course:
         warm_memcpy, warm = self._warm()
         self._restart()
         store_memcpy = [self._memcpy.copy()]
-        fresh = worker.document(2 * number + 2, plan.store_blocks)
+        fresh = worker.document(2 * number + 3, plan.store_blocks)
         seconds, ticket = worker.store(fresh)
         store_memcpy.append(self._memcpy.copy())
         worker.client.durable(ticket, timeout=60)
         raw_write = {depth: self._disk.write(depth) for depth in before}
         write = self._rate(
-            plan.write_blocks, worker.store_durably(worker.document(2 * number + 3, plan.write_blocks))
+            plan.write_blocks, worker.store_durably(worker.document(2 * number + 4, plan.write_blocks))
         )
+        bare_write = self._disk.write_bare()
         raw_write |= {depth: self._disk.write(depth) for depth in after}
         self._note_memory()
         return Round(
             raw_read=raw_read,
+            bare_read=bare_read,
             cold=cold,
             warm_memcpy=warm_memcpy,
             warm=warm,
             store_memcpy=store_memcpy,
             store=self._rate(plan.store_blocks, seconds),
             raw_write=raw_write,
+            bare_write=bare_write,
             write=write,
             match_seconds=matches,
             daemon_rss=self._rss,
@@ -242,7 +250,7 @@ class Course:
     def _restart(self) -> float:
         """End the daemon, drop its files from the page cache, start it; the share that was left in it."""
         self._note_memory()
-        self._daemon.stop(kill=False)
+        self._daemon.stop(kill=True)
         dropped = page_cache.drop(self._daemon.data)
         self._daemon.start()
         for worker in {self._worker, self._matcher}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -15,12 +16,15 @@ from typing import Self, TypeAlias
 
 import numpy as np
 import torch
+from xxhash import xxh3_64_intdigest
 
 from benchmarks.options import BenchmarkError
 from benchmarks.page_cache import extents
 from kvstore.memory import allocate_shared
 
 DEPTHS = (1, 2, 4, 8)  # of the queue: threads with one request each in flight
+BARE_DEPTH = max(DEPTHS)
+SPARE_BLOCKS = 128  # more than caches hold
 _PAGE = 4096
 Places: TypeAlias = list[tuple[int, int]]  # descriptor and offset
 
@@ -43,6 +47,9 @@ class RawDisk:
         noise = np.random.default_rng(0)
         for buffer in self._buffers:  # random, since a disk may find short ways for other bytes
             buffer[:] = noise.bytes(self._step)
+        self._spare = _shared_bytes(
+            min(blocks, SPARE_BLOCKS) * self._step
+        )  # where the bare ways copy to and from
         self._files = ExitStack()
         own = self._opened(path, os.O_RDWR | os.O_CREAT)
         os.posix_fallocate(own, 0, blocks * self._step)
@@ -88,8 +95,59 @@ class RawDisk:
             depth,
             self._own,
             lambda fd, buffer, at: self._whole(os.pwritev(fd, [buffer], at)),
-            lambda: os.fdatasync(self._own[0][0]),
+            self._sync,
         )
+
+    def read_bare(self, places: Places) -> float:
+        """Bytes a second of reading, checking and copying blocks by nothing but the calls that do it.
+
+        What any load must do: xxh3 behind each read, and one thread that copies block after block.
+        """
+        arrived: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+
+        def move(fd: int, buffer: memoryview, at: int) -> None:
+            self._whole(os.preadv(fd, [buffer], at))
+            xxh3_64_intdigest(buffer)
+            arrived.put(buffer)
+
+        with ThreadPoolExecutor(1) as copier:
+            copied = copier.submit(self._copy_out, arrived, len(places))
+            return self._timed(BARE_DEPTH, places, move, lambda: copied.result())
+
+    def write_bare(self) -> float:
+        """Bytes a second of copying, checking and writing blocks by nothing but the calls that do it.
+
+        What any store must do: one thread copies block after block, xxh3 before each write, one fdatasync.
+        """
+        filled: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        begun = threading.Event()
+
+        def move(fd: int, _: memoryview, at: int) -> None:
+            begun.set()
+            buffer = filled.get()
+            xxh3_64_intdigest(buffer)
+            self._whole(os.pwritev(fd, [buffer], at))
+
+        with ThreadPoolExecutor(1) as copier:
+            copier.submit(self._copy_in, begun, filled)
+            return self._timed(BARE_DEPTH, self._own, move, self._sync)
+
+    def _copy_in(self, begun: threading.Event, filled: queue.SimpleQueue[memoryview]) -> None:
+        begun.wait()  # for the clock
+        for at, buffer in enumerate(self._buffers):
+            _memmove(buffer, self._spare_block(at))
+            filled.put(buffer)
+
+    def _copy_out(self, arrived: queue.SimpleQueue[memoryview], blocks: int) -> None:
+        for at in range(blocks):
+            _memmove(self._spare_block(at), arrived.get())
+
+    def _spare_block(self, at: int) -> memoryview:
+        start = at * self._step % len(self._spare)
+        return self._spare[start : start + self._step]
+
+    def _sync(self) -> None:
+        os.fdatasync(self._own[0][0])
 
     def _whole(self, done: int) -> None:
         if done != self._step:
@@ -155,3 +213,9 @@ def _shared_bytes(nbytes: int) -> memoryview:
 
 def _shared(rows: int, columns: int) -> torch.Tensor:
     return torch.frombuffer(_shared_bytes(rows * columns), dtype=torch.uint8).view(rows, columns)
+
+
+def _memmove(target: memoryview, source: memoryview) -> None:
+    """Without the interpreter's lock."""
+    to, of = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (target, source))
+    ctypes.memmove(to, of, len(source))

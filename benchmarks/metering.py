@@ -112,9 +112,15 @@ class MeteredStore:
         return MeteredLoad(self, load, time.perf_counter() - start)
 
     def reserve(
-        self, namespace: bytes, parent: bytes, hashes: Sequence[bytes], *, lease: int = 0
+        self,
+        namespace: bytes,
+        parent: bytes,
+        hashes: Sequence[bytes],
+        *,
+        lease: int = 0,
+        epoch: int | None = None,
     ) -> Reservation:
-        return self._store.reserve(namespace, parent, hashes, lease=lease)
+        return self._store.reserve(namespace, parent, hashes, lease=lease, epoch=epoch)
 
     def commit(self, lease: int, hashes: Sequence[bytes], units: Sequence[UnitMark] = ()) -> int:
         return self._store.commit(lease, hashes, units)

@@ -5,25 +5,21 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     DeepseekV2Config,
     PreTrainedModel,
 )
 
-from benchmarks.documents import Tokenize, Tokens
+from benchmarks.documents import Tokenize
 from benchmarks.options import BenchmarkError
 from kvstore.errors import InvalidArgument
-from kvstore.layout import LatentLayout
 from mla import ModelInfo, Unsupported, inspect_model
-from mla.tiny import fill_weights, tiny_model
+from mla.models import NamedModel, bytes_as_tokens, load_checkpoint, load_tiny, open_device
+from mla.tiny import fill_weights
 
 V2_LITE = "deepseek-v2-lite"
 
@@ -49,32 +45,23 @@ class Subject:
 def load_subject(checkpoint: Path | None, device: str | None) -> Subject:
     """The model of a run. Raises ``BenchmarkError`` for a checkpoint that cannot be used."""
     logging.getLogger("transformers").setLevel(logging.ERROR)  # sampling options that a greedy run ignores
-    target = _device(device)
+    try:
+        target = open_device(device)
+    except InvalidArgument as error:
+        raise BenchmarkError(str(error)) from None
     if checkpoint is None:
-        return _tiny(target)
+        return _subject(load_tiny(target))
     if str(checkpoint) == V2_LITE and not checkpoint.exists():
         return random_subject(V2_LITE, v2_lite_config(), target)
     try:
-        return _checkpoint(checkpoint, target)
+        return _subject(load_checkpoint(checkpoint, target))
     except (OSError, ValueError, Unsupported, KeyError) as error:
         line = str(error).strip().partition("\n")[0]
         raise BenchmarkError(f"--model {checkpoint}: {line}") from None
 
 
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        line = str(error).partition("\n")[0]
-        raise BenchmarkError(f"--device {name}: {line}; try cpu") from None
-    return device
-
-
-def _tiny(device: torch.device) -> Subject:
-    model = tiny_model()
-    nn.Module.to(model, device)
-    return Subject("tiny", model, inspect_model(model), _bytes_as_tokens)
+def _subject(named: NamedModel) -> Subject:
+    return Subject(named.name, named.model, inspect_model(named.model), named.tokenize)
 
 
 def v2_lite_config() -> DeepseekV2Config:
@@ -114,25 +101,4 @@ def random_subject(name: str, config: DeepseekV2Config, device: torch.device) ->
         )
     fill_weights(model, seed=0)
     nn.Module.eval(model)
-    return Subject(name, model, inspect_model(model), _bytes_as_tokens)
-
-
-def _bytes_as_tokens(text: bytes) -> Tokens:
-    return np.frombuffer(text, np.uint8).astype(np.uint32)
-
-
-def _checkpoint(directory: Path, device: torch.device) -> Subject:
-    if not (directory / "config.json").is_file():
-        raise InvalidArgument("no config.json in it; name the directory of a Hugging Face checkpoint")
-    # Before the weights, which may take minutes to read.
-    LatentLayout.from_hf_config(AutoConfig.from_pretrained(directory).to_dict())
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-    nn.Module.to(model, device)
-    nn.Module.eval(model)
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-
-    def tokenize(text: bytes) -> Tokens:
-        ids = tokenizer(text.decode(errors="replace"), verbose=False)["input_ids"]
-        return np.asarray(ids, np.uint32)
-
-    return Subject(directory.resolve().name, model, inspect_model(model), tokenize)
+    return Subject(name, model, inspect_model(model), bytes_as_tokens)

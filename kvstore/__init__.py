@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvstore.client import Client
     from kvstore.embedded import Embedded
+    from kvstore.identity import Identity
 
 __all__ = ["connect", "open"]
 
@@ -29,11 +30,14 @@ def open(path: str | Path, **settings: Any) -> Embedded:
     return Embedded(StoreSettings(data=Path(path), **settings))
 
 
-def connect(url: str, *, timeout: float = 5.0) -> Client:
-    """A client of the daemon at ``unix:///path`` or ``host:port``; ``timeout`` (seconds) bounds each call.
+def connect(url: str, *, timeout: float = 5.0, identity: Identity | None = None) -> Client:
+    """A client of the daemon at ``unix:///path``, ``host:port`` or ``tls://host:port``.
 
-    Never fails because the daemon is away: then everything is a miss until it is back.
+    ``timeout`` (seconds) bounds each call; ``identity`` is what a daemon with credentials knows us by.
+    Never fails because the daemon is away: then everything is a miss until it is back. Raises
+    ``InvalidArgument`` for a url or an identity that cannot be used.
     """
     from kvstore.client import Client
+    from kvstore.identity import NOBODY
 
-    return Client(url, timeout=timeout)
+    return Client(url, timeout, identity or NOBODY)

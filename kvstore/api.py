@@ -32,8 +32,12 @@ class MissReason(StrEnum):
     NONE = "none"  # nothing was missing but the token that is always computed
     SHORTER_THAN_BLOCK = "shorter_than_block"  # such content is never cached
     NEVER_SEEN = "never_seen"  # the next block is not stored and was not seen lately
-    NOT_STORED = "not_stored"  # seen lately, but not stored or no longer stored
+    NOT_STORED = "not_stored"  # seen lately, and no worker came to store it
+    REFUSED = "refused"  # it was to be stored, and the arena had no room for it
+    FAILED = "failed"  # storing it began and did not end: the worker gave up, or the disk failed
     EVICTED = "evicted"  # was stored, and left a full disk
+    EXPIRED = "expired"  # was stored, and not used for too long, or stored too long ago
+    DELETED = "deleted"  # was stored, and an operator deleted it
     LOST = "lost"  # was stored, and its bytes came back damaged or not at all
     DIVERGED = "diverged"  # the stored chain goes on with other tokens
     NO_UNIT = "no_unit"  # stored further, but no unit ends there
@@ -54,6 +58,7 @@ class Match:
     reason: MissReason = MissReason.NONE
     persist_points: tuple[PersistPoint, ...] = ()
     interval: int = 0  # tokens between interval marks, for the answer; 0 is off
+    epoch: int | None = None  # of the namespace; None if the store did not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +202,9 @@ class KVStore(Protocol):
         The hit is at most ``tokens - 1`` tokens, rounded down to ``align``. Pure, unless
         ``store`` announces that the caller will store this prompt: then the chain is
         remembered and a common prefix that it shows becomes a unit.
+
+        The answer's ``epoch`` moves when something of the namespace is deleted: then whoever
+        keeps blocks of it (a DEVICE pool) drops them.
         """
 
     def load(
@@ -215,12 +223,19 @@ class KVStore(Protocol):
         """
 
     def reserve(
-        self, namespace: bytes, parent: bytes, hashes: Sequence[bytes], *, lease: int = 0
+        self,
+        namespace: bytes,
+        parent: bytes,
+        hashes: Sequence[bytes],
+        *,
+        lease: int = 0,
+        epoch: int | None = None,
     ) -> Reservation:
         """Ask for slots for consecutive blocks behind ``parent`` (``hashing.ROOT`` at the start).
 
-        ``lease`` adds to an earlier reservation. Raises ``ParentMissing`` when ``parent``
-        is not stored, ``LeaseUnknown`` for an expired or foreign lease.
+        ``lease`` adds to an earlier reservation. ``epoch`` is that of the Match by which the blocks
+        were made: with it nothing comes back that was deleted since. Raises ``ParentMissing`` when
+        ``parent`` is not stored, ``LeaseUnknown`` for an expired or foreign lease, ``EpochPassed``.
         """
 
     def commit(self, lease: int, hashes: Sequence[bytes], units: Sequence[UnitMark] = ()) -> int:

@@ -15,6 +15,7 @@ Held, FILLING and ORPHAN slots are never evicted or given out again.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -74,33 +75,37 @@ def _nobody(owner: int) -> bool:
 class Arena:
     """Shared memory of ``nbytes`` bytes (rounded down to 4 KiB), faulted in and sealed against resizing.
 
-    ``pinned`` says whether it is locked in memory. Raises ``ArenaUnavailable`` when the
-    memory cannot be had now (never SIGBUS later). Misuse of a slot, such as sealing one
-    that is not FILLING, raises ``InvalidArgument`` and changes nothing.
+    The memory comes with ``back``, before anything touches a slot. ``pinned`` says whether it is
+    locked in memory. Misuse of a slot, such as sealing one that is not FILLING, raises
+    ``InvalidArgument`` and changes nothing.
     """
 
-    def __init__(
-        self,
-        nbytes: int,
-        extent_bytes: int = DEFAULT_EXTENT_BYTES,
-        *,
-        lead: int = 0,
-        numa_node: int | None = None,
-    ) -> None:
+    def __init__(self, nbytes: int, extent_bytes: int = DEFAULT_EXTENT_BYTES, *, lead: int = 0) -> None:
         self.nbytes = nbytes - nbytes % PAGE_BYTES
         self.lead = lead  # bytes before the block in its slot
         extent_pages = extent_bytes // PAGE_BYTES
         if self.nbytes <= 0 or extent_pages <= 0:
             raise CapacityTooSmall(f"arena of {nbytes} bytes: give it {PAGE_BYTES} host bytes or more")
-        self.fd, self._map = allocate_shared(self.nbytes, numa_node)
-        self.pinned = lock_in_memory(self._map)
-        self.memory = memoryview(self._map)  # all of it, writable
+        self.fd = -1
+        self.pinned = False
+        self.memory = memoryview(b"")  # all of it, writable
+        self._map: mmap.mmap | None = None
         self._extents = ExtentTable(self.nbytes // PAGE_BYTES, extent_pages)
         self._classes: list[_Class] = []
         self._slots: dict[int, _Slot] = {}
         self._counts: Counter[SlotState] = Counter()  # FREE is not kept here
         self._used_pages = 0
         self._clock = 0
+
+    def back(self, numa_node: int | None = None) -> None:
+        """Get the memory, in this thread; a GiB takes up to a second.
+
+        Raises ``ArenaUnavailable`` when it cannot be had now (never SIGBUS later), and
+        ``InvalidArgument`` for a NUMA node that the machine does not have.
+        """
+        self.fd, self._map = allocate_shared(self.nbytes, numa_node)
+        self.pinned = lock_in_memory(self._map)
+        self.memory = memoryview(self._map)
 
     def register(self, nbytes_block: int) -> int:
         """Class id for blocks of ``nbytes_block`` bytes; the same size has the same class.
@@ -387,7 +392,8 @@ class Arena:
         """Give the memory back as soon as no view of it is left; a second call does nothing."""
         self.memory.release()
         with contextlib.suppress(BufferError):  # the last view unmaps it then
-            self._map.close()
+            if self._map is not None:
+                self._map.close()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -11,7 +11,7 @@ import logging
 import mmap
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, islice
@@ -31,7 +31,8 @@ from kvstore.payloads.lmdb_file import LmdbDamaged, LmdbFile
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1  # of the whole data directory
+FORMAT_VERSION = 2  # of the whole data directory
+_OLDER = (b"1",)  # formats that this version makes its own: 1 had no notes
 SECRET_BYTES = 32
 
 _SECTOR = 512  # bytes that a disk writes whole or not at all
@@ -82,7 +83,7 @@ class BlockRecord:
     length: int  # stored (encoded) bytes
     codec: int
     checksum: int
-    used: float  # unix seconds
+    used: float  # unix seconds, when it was stored: later uses are noted with the units
 
     def pack(self) -> bytes:
         """The fields behind the hash, in their stored form."""
@@ -148,7 +149,7 @@ class Catalog:
         self._path = path
         self._file = file
         self._env = file.env
-        self._info, self._namespaces, self._blocks, self._units = file.db.values()
+        self._info, self._namespaces, self._blocks, self._units, self._notes = file.db.values()
         try:
             self._check_format()
         except (lmdb.Error, OSError) as error:
@@ -157,10 +158,11 @@ class Catalog:
     def _check_format(self) -> None:
         ours = str(FORMAT_VERSION).encode()
         with self._env.begin(write=True, db=self._info) as txn:
-            found = bytes(txn.get(b"format", ours))
-            if found != ours:
+            found = bytes(txn.get(b"format", b""))
+            if found not in (ours, b"", *_OLDER):
                 raise FormatMismatch(_mismatch(self._path, f"format {found.decode(errors='replace')}"))
-            txn.put(b"format", ours, overwrite=False)
+            if found != ours:
+                txn.put(b"format", ours)
 
     def _write(self, action: Callable[[lmdb.Transaction], object]) -> None:
         """Run ``action`` in one synced transaction, with a larger map when it does not fit."""
@@ -239,12 +241,14 @@ class Catalog:
         units: Sequence[UnitRecord] = (),
         drop_blocks: Sequence[bytes] = (),
         drop_units: Sequence[bytes] = (),
+        notes: Mapping[bytes, bytes] | None = None,
+        drop_notes: Sequence[bytes] = (),
     ) -> None:
         """Drop, then put, in one durable transaction: all of it or, with ``DiskError``, nothing.
 
         Dropping what is unknown does nothing. What is put replaces what was there.
         """
-        if not (blocks or units or drop_blocks or drop_units):
+        if not (blocks or units or drop_blocks or drop_units or notes or drop_notes):
             return
 
         def change(txn: lmdb.Transaction) -> None:
@@ -252,12 +256,29 @@ class Catalog:
                 txn.delete(key, db=self._blocks)
             for key in drop_units:
                 txn.delete(key, db=self._units)
+            for key in drop_notes:
+                txn.delete(key, db=self._notes)
             for block in blocks:
                 _put(txn, self._blocks, block.hash, block.pack())
             for unit in units:
                 _put(txn, self._units, unit.hash, unit.pack())
+            for key, body in (notes or {}).items():
+                _put(txn, self._notes, key, body)
 
         self._write(change)
+
+    def notes(self, prefix: bytes) -> Iterator[tuple[bytes, bytes | None]]:
+        """The rest of the key and the value of what was noted under a prefix; None if it is damaged.
+
+        Raises ``DiskError``. Commit nothing while iterating.
+        """
+        for key, value in self._scan(self._notes):
+            if key.startswith(prefix):
+                try:
+                    yield key[len(prefix) :], _unseal(key, value)
+                except ValueError:
+                    self.skipped += 1
+                    yield key[len(prefix) :], None
 
     def blocks(self) -> Iterator[NDArray[np.void]]:
         """All blocks as arrays of ``BLOCK_DTYPE``, some thousands each, by rising hash.
@@ -310,7 +331,7 @@ def _claim(name: str) -> bytes:
 
 
 def _open_file(path: Path, map_bytes: int) -> LmdbFile:
-    databases = ("info", "namespaces", "blocks", "units")
+    databases = ("info", "namespaces", "blocks", "units", "notes")
     try:
         return LmdbFile(path, map_bytes, databases)
     except (lmdb.InvalidError, LmdbDamaged):
@@ -345,9 +366,12 @@ def _put(txn: lmdb.Transaction, db: Any, key: bytes, body: bytes) -> None:
 def _sound(pairs: Sequence[tuple[bytes, bytes]], fields: np.dtype[np.void]) -> NDArray[np.void]:
     """Those pairs of key and value that are whole records and verify. At start there may be millions."""
     sealed = np.dtype([("record", fields), ("check", "<u8")])
+    parts = list(chain.from_iterable(pairs))
     rest = sealed.itemsize - HASH_BYTES
-    whole = (pair for pair in pairs if len(pair[0]) == HASH_BYTES and len(pair[1]) == rest)
-    found = np.frombuffer(b"".join(chain.from_iterable(whole)), sealed)
+    if not (set(map(len, parts[::2])) <= {HASH_BYTES} and set(map(len, parts[1::2])) <= {rest}):
+        whole = (pair for pair in pairs if len(pair[0]) == HASH_BYTES and len(pair[1]) == rest)
+        parts = list(chain.from_iterable(whole))
+    found = np.frombuffer(b"".join(parts), sealed)
     bodies = found["record"].view(f"V{fields.itemsize}").tolist()
     digests = np.fromiter(map(xxh3_64_intdigest, bodies), np.uint64, len(bodies))
     sound: NDArray[np.void] = found["record"][digests == found["check"]]

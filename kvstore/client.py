@@ -28,6 +28,7 @@ from kvstore.api import (
     Status,
 )
 from kvstore.errors import ArenaUnavailable, LeaseUnknown, NamespaceUnknown, Unavailable
+from kvstore.identity import Identity
 from kvstore.layout import BLOCK_TOKENS
 from kvstore.mapping import Mapping, open_mapping
 from kvstore.namespace import Namespace
@@ -56,8 +57,11 @@ class _Lease:
 class Client:
     """``kvstore.api.KVStore`` over a daemon. Thread-safe; not to be used after a fork."""
 
-    def __init__(self, url: str, timeout: float) -> None:
-        self._transport = Transport(url, timeout)
+    def __init__(self, url: str, timeout: float, identity: Identity) -> None:
+        """Raises ``InvalidArgument``."""
+        self._transport = Transport(url, timeout, identity)
+        # A token says who calls; the handover socket would say another, by our uid.
+        self._handover = "" if identity.token else self._transport.address.path
         self._remote = WorkerId(secrets.token_bytes(wire.TOKEN_BYTES), mapped=False)
         self._lock = threading.Lock()  # over what follows, never held across I/O
         self._block_bytes: dict[bytes, int] = {}  # by namespace digest
@@ -141,12 +145,21 @@ class Client:
             self._damaged += 1
 
     def reserve(
-        self, namespace: bytes, parent: bytes, hashes: Sequence[bytes], *, lease: int = 0
+        self,
+        namespace: bytes,
+        parent: bytes,
+        hashes: Sequence[bytes],
+        *,
+        lease: int = 0,
+        epoch: int | None = None,
     ) -> Reservation:
         """See ``KVStore.reserve``."""
         block_bytes = self._block_bytes_of(namespace)
         request = pb.ReserveRequest(
-            namespace=namespace, parent=wire.digest(parent), hashes=wire.join_hashes(hashes)
+            namespace=namespace,
+            parent=wire.digest(parent),
+            hashes=wire.join_hashes(hashes),
+            epoch=None if epoch is None else wire.unsigned("epoch", epoch),
         )
         if lease:
             held = self._lease(lease)
@@ -274,7 +287,7 @@ class Client:
 
     def _take_mapping(self) -> Mapping | None:
         """The live mapping, in use by the caller until ``done``; None if the arena can't be had."""
-        path = self._transport.socket_path
+        path = self._handover
         if not path:
             return None
         with self._mapping_lock:

@@ -11,8 +11,8 @@ import contextlib
 import logging
 import shutil
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,11 +75,11 @@ class NewBlock:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """A block that leaves the disk."""
+    """A block that leaves the disk, with the unit that ends there; without a place only the unit."""
 
     hash: bytes
     block_bytes: int
-    place: int  # its key
+    place: int | None  # its key
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +246,10 @@ class DiskTier:
         if stored:
             self._unnamed.append((block_bytes, [at.place.key for at in stored]))
 
+    def note(self, notes: Mapping[bytes, bytes], drop: Sequence[bytes]) -> None:
+        """Put and drop notes in one catalogue transaction. Raises ``DiskError``."""
+        self.catalog.commit(notes=notes, drop_notes=drop)
+
     def drop(self, freed: Sequence[Freed]) -> None:
         """Forget blocks and their units, then free their places. Raises ``DiskError``; may be repeated."""
         self.forget(freed)
@@ -253,13 +257,19 @@ class DiskTier:
 
     def forget(self, freed: Sequence[Freed]) -> None:
         """The first step of a drop: one catalogue transaction. Raises ``DiskError``."""
-        hashes = [item.hash for item in freed]
-        self.catalog.commit(drop_blocks=hashes, drop_units=hashes)
+        self.catalog.commit(
+            drop_blocks=[item.hash for item in freed if item.place is not None],
+            drop_units=[item.hash for item in freed],
+        )
 
     def free(self, freed: Sequence[Freed]) -> None:
         """The second step: the places serve other payloads. Raises ``DiskError``."""
-        for size in {item.block_bytes for item in freed}:
-            self._payloads[size].free([item.place for item in freed if item.block_bytes == size])
+        places: defaultdict[int, list[int]] = defaultdict(list)
+        for item in freed:
+            if item.place is not None:
+                places[item.block_bytes].append(item.place)
+        for size, keys in places.items():
+            self._payloads[size].free(keys)
 
     def reclaim(self, block_bytes: int, named: Keys) -> set[int]:
         """Open the payloads of a block size and free those that no record names.

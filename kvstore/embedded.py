@@ -25,6 +25,7 @@ from kvstore.api import (
     ReserveState,
     Status,
 )
+from kvstore.curation import Curator
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.layout import BLOCK_TOKENS
 from kvstore.loading import LoadStream
@@ -124,12 +125,18 @@ class Embedded:
         return EmbeddedLoad(self, stream, first, timeout)
 
     def reserve(
-        self, namespace: bytes, parent: bytes, hashes: Sequence[bytes], *, lease: int = 0
+        self,
+        namespace: bytes,
+        parent: bytes,
+        hashes: Sequence[bytes],
+        *,
+        lease: int = 0,
+        epoch: int | None = None,
     ) -> Reservation:
         """See ``KVStore.reserve``."""
 
         def reserve() -> tuple[Reserved, int]:
-            answer = self._store.reserve(self._holder, namespace, parent, hashes, lease)
+            answer = self._store.reserve(self._holder, namespace, parent, hashes, lease, epoch)
             return answer, self._store.space(namespace).block_bytes
 
         answer, block_bytes = self._call(reserve)
@@ -162,6 +169,14 @@ class Embedded:
     def status(self) -> Status:
         """See ``KVStore.status``."""
         return self._call(self._store.status)
+
+    def curate(self, work: Callable[[Curator], Coroutine[Any, Any, Result]], timeout: float = 60.0) -> Result:
+        """What an operator does: ``store.curate(lambda it: it.delete_unit(name))``; see ``Curator``."""
+        return self._run(work(self._store.curator), timeout)
+
+    def expire(self, now: float) -> int:
+        """Drop what has expired at ``now`` (unix seconds); how many blocks. The store does so by itself."""
+        return self._run(self._store.expire(now), None)
 
     def check(self) -> list[str]:
         """Violated invariants of the store's tables; empty when sound."""

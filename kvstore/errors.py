@@ -28,6 +28,10 @@ class CapacityTooSmall(InvalidArgument):
     """A tier's byte capacity cannot hold a single block of a layout."""
 
 
+class NotCovered(KVStoreError):
+    """The caller's credential does not cover the tenant or service, whether that exists or not."""
+
+
 class NamespaceUnknown(KVStoreError):
     """The digest names no namespace of this store. Call ``open_namespace`` again."""
 
@@ -46,6 +50,14 @@ class NotReserved(KVStoreError):
 
 class ParentMissing(KVStoreError):
     """The chain up to the first block is not stored. Reserve from the first block."""
+
+
+class UnitUnknown(KVStoreError):
+    """No unit has this name, or more than one begins so. List the units and name one."""
+
+
+class EpochPassed(KVStoreError):
+    """Something of the namespace was deleted since these blocks were made. Match again."""
 
 
 class TicketUnknown(KVStoreError):
@@ -82,6 +94,10 @@ class ArenaUnavailable(KVStoreError):
 
 class Unavailable(KVStoreError):
     """The store cannot be reached or is shutting down. Treated as a miss."""
+
+
+class Unauthenticated(Unavailable):
+    """The daemon serves only callers whom it knows, and this one proved nothing. Treated as a miss."""
 
 
 class DeadlineExceeded(Unavailable):

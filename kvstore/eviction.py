@@ -35,7 +35,7 @@ class TailEvictor:
         while leaves or bared:
             oldest = heapq.heappop(bared) if _first(bared, leaves) else leaves.pop()
             tail = list(self._tail(oldest[1]))
-            above = self._next_above(tail[-1])
+            above = self._index.stored_above(tail[-1])
             for row in tail:
                 drop(row)
             if above != NONE and self._evictable(above):
@@ -56,14 +56,6 @@ class TailEvictor:
         used = view(index.used)[rows]
         order = np.argsort(-used, kind="stable")
         return list(zip(used[order].tolist(), rows[order].tolist(), strict=True))
-
-    def _next_above(self, row: int) -> int:
-        """The block above; not a hole, for holes go with the last block below them."""
-        index = self._index
-        row = index.parent[row]
-        while row != NONE and index.state[row] == BlockState.ABSENT:
-            row = index.parent[row]
-        return row
 
     def _evictable(self, row: int) -> bool:
         return not self._index.children[row] and self._may_go(row)

@@ -9,24 +9,33 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvstore.observer import Departure
 
 GHOST_BYTES = 200  # RAM of one entry: a bytes object of 32, a dict entry and its links
 
 
+class Setback(StrEnum):
+    """Why a block never got as far as the disk."""
+
+    REFUSED = "refused"  # Reserve had no room for it
+    GIVEN_UP = "given_up"  # the worker that filled it ended its lease, or died
+    UNWRITTEN = "unwritten"  # it left a full arena while the disk could not be written
+
+
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Why a block left the store, and when (unix seconds)."""
+    """Why a block is not in the store, and since when (unix seconds)."""
 
-    why: Departure
+    why: Departure | Setback
     at: float
 
 
 class GhostList:
     """An LRU set of block hashes, each with whether its chain went on behind it.
 
-    Beside it, and at most half of the room, the blocks that were stored and have left.
+    Beside it, and at most half of the room, the blocks that have left, or failed to come.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -51,7 +60,7 @@ class GhostList:
         self._trim()
 
     def leave(self, block: bytes, gone: Gone) -> None:
-        """A stored block has left."""
+        """A stored block has left, or one that was to be stored has not come."""
         self._gone[block] = gone
         self._gone.move_to_end(block)
         self._trim()
@@ -67,7 +76,7 @@ class GhostList:
         self._gone.pop(block, None)
 
     def gone(self, block: bytes) -> Gone | None:
-        """Why a block that was stored is not there, if that is remembered."""
+        """Why a block is not there, if that is remembered."""
         return self._gone.get(block)
 
     def continued(self, block: bytes) -> bool:

@@ -63,8 +63,10 @@ def block_hashes(
     data = as_tokens(tokens).tobytes()
     step = 4 * block_tokens
     hashes: list[bytes] = []
+    keyed = hashlib.blake2b(key=key, digest_size=HASH_BYTES)  # a copy costs less than another one
     for index in range(len(data) // step):
-        hasher = hashlib.blake2b(parent, key=key, digest_size=HASH_BYTES)
+        hasher = keyed.copy()
+        hasher.update(parent)
         hasher.update(data[index * step : (index + 1) * step])
         if extra and index in extra:
             hasher.update(extra[index])
@@ -77,4 +79,15 @@ def split_hashes(blob: bytes) -> list[bytes]:
     """Cut a concatenation of hashes. Raises ``InvalidArgument`` for a wrong length."""
     if len(blob) % HASH_BYTES:
         raise InvalidArgument(f"{len(blob)} bytes are no whole number of {HASH_BYTES}-byte hashes")
-    return [blob[i : i + HASH_BYTES] for i in range(0, len(blob), HASH_BYTES)]
+    hashes: list[bytes] = np.frombuffer(blob, f"V{HASH_BYTES}").tolist()
+    return hashes
+
+
+def check_hashes(hashes: Sequence[bytes]) -> None:
+    """Raises ``InvalidArgument`` for what is no block hash."""
+    # In one go first: a prompt has thousands, and hardly ever a wrong one.
+    if set(map(type, hashes)) <= {bytes} and set(map(len, hashes)) <= {HASH_BYTES}:
+        return
+    for block in hashes:
+        if not isinstance(block, bytes) or len(block) != HASH_BYTES:
+            raise InvalidArgument(f"{block!r:.80} is no block hash: {HASH_BYTES} bytes")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from kvstore.arena import Arena
 from kvstore.disk import DiskTier, NewBlock, Stored
 from kvstore.errors import CorruptBlock, DiskError
+from kvstore.ghosts import Setback
 from kvstore.hashing import ROOT
 from kvstore.payloads import Place
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex
@@ -29,6 +30,7 @@ class _Read:
     """A read in flight. Each waiter's result is the slot, with a hold of its own."""
 
     waiters: list[asyncio.Future[int]] = field(default_factory=list)
+    forsaken: bool = False  # its block was deleted: nobody gets what it brings
 
 
 class HostTier:
@@ -43,12 +45,14 @@ class HostTier:
         self._spaces = spaces
         self._counters = counters
         self._reads: dict[int, _Read] = {}
+        self._forsaken = 0  # reads in flight that are no longer among those
         self._wanted: Counter[int] = Counter()  # row -> loads that have yet to come to it
         self._tasks: set[asyncio.Task[None]] = set()
         self._queues: defaultdict[int, deque[tuple[int, asyncio.Future[int]]]] = defaultdict(deque)
         self._room: list[asyncio.Future[None]] = []
         self._threads = ThreadPoolExecutor(disk.readers, thread_name_prefix="latentkv-read")
         self.on_lost: Callable[[int], None] = lambda row: None  # a block left the store unwritten
+        self.on_setback: Callable[[bytes, Setback], None] = lambda block, why: None  # before that
         self.on_corrupt: Callable[[int], None] = lambda row: None  # a block on disk must leave the store
         self.dirty_evictable = False  # HOST_ONLY: blocks may leave the arena unwritten
 
@@ -82,6 +86,7 @@ class HostTier:
         self._index.slot[row] = NONE
         if self._index.place[row] == NONE:
             self._counters["host_lost_blocks"] += 1
+            self.on_setback(self._index.hashes[row], Setback.UNWRITTEN)
             self._index.lose(row)
             self.on_lost(row)
 
@@ -173,15 +178,20 @@ class HostTier:
     async def _read(self, row: int, read: _Read, turn: asyncio.Future[int]) -> None:
         try:
             slot = await turn
-            error = await self._read_into(row, slot)
-            if error is None:
+            error = None if read.forsaken else await self._read_into(row, slot)
+            if read.forsaken:
+                self._put_back(slot)
+            elif error is None:
                 self._filled(row, slot, read)
             else:
                 self._failed(row, slot, read, error)
         finally:
             for waiter in read.waiters:
                 waiter.cancel()  # unsettled only if the store closes
-            del self._reads[row]
+            if read.forsaken:
+                self._forsaken -= 1
+            else:
+                del self._reads[row]
             self._index.unhold(row)
             self.notify_room()
 
@@ -218,8 +228,7 @@ class HostTier:
         block = self._index.hashes[row][:6].hex()
         self._counters[kind] += 1
         log.warning("event=block_unreadable kind=%s block=%s reason=%s", kind, block, error)
-        self._arena.abandon(slot)
-        self._arena.unhold(slot)
+        self._put_back(slot)
         if corrupt:
             # Here, once, while the read still keeps the row: a load that learns of it later
             # may find the row healed, or filled by another worker.
@@ -227,6 +236,21 @@ class HostTier:
         for waiter in read.waiters:
             if not waiter.done():
                 _fail(waiter, error)
+
+    def _put_back(self, slot: int) -> None:
+        self._arena.abandon(slot)
+        self._arena.unhold(slot)
+
+    def forsake(self, row: int) -> None:
+        """Nobody gets this block any more, though it may be being read: it is deleted."""
+        read = self._reads.pop(row, None)
+        if read is None:
+            return
+        read.forsaken = True
+        self._forsaken += 1
+        for waiter in read.waiters:
+            if not waiter.done():
+                _fail(waiter, CorruptBlock("the block was deleted meanwhile"))
 
     def new_block(self, row: int, slot: int) -> NewBlock:
         """A block of the arena as the disk takes it."""
@@ -244,6 +268,7 @@ class HostTier:
     def drop_filling(self, row: int) -> None:
         """A block that was being filled will not come: its slot is free once nobody holds it."""
         slot = self._index.slot[row]
+        self.on_setback(self._index.hashes[row], Setback.GIVEN_UP)
         self._index.lose(row)
         self._arena.abandon(slot)
         self.on_lost(row)
@@ -257,7 +282,7 @@ class HostTier:
 
     def reading(self) -> int:
         """Reads in flight or waiting for a slot."""
-        return len(self._reads)
+        return len(self._reads) + self._forsaken
 
     def is_reading(self, row: int) -> bool:
         """Whether this block is being read."""

@@ -9,6 +9,8 @@ import os
 import socket
 import threading
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 from kvstore.errors import ArenaUnavailable, DeadlineExceeded
 from kvstore.memory import fault_in, map_shared
@@ -99,12 +101,28 @@ class Mapping:
         self._connection.close()
 
 
+class Introduction:
+    """A handover connection without the arena: while it is open the daemon knows whose ``token`` is."""
+
+    def __init__(self, connection: socket.socket, token: bytes) -> None:
+        self.token = token
+        self._connection = connection
+        _introductions.add(self)
+
+    def close(self) -> None:
+        """The token is nobody's from now on. For a child after a fork, too, whose parent keeps it."""
+        self._connection.close()
+
+
 _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+_introductions: weakref.WeakSet[Introduction] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
     for mapping in list(_mappings):
         mapping.close_in_child()
+    for introduction in list(_introductions):
+        introduction.close()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -116,32 +134,50 @@ def open_mapping(socket_path: str, timeout: float) -> Mapping:
     Raises ``ArenaUnavailable``; then blocks must travel as bytes. Raises ``DeadlineExceeded``
     when the daemon is there and says nothing.
     """
+    with _greeted(socket_path, timeout) as (connection, hello, descriptor):
+        if descriptor is None:
+            raise ValueError("the daemon's credentials do not let this uid map it")
+        # Its own size check makes sure that no access goes past the file's end (SIGBUS).
+        return Mapping(
+            connection, map_shared(descriptor, hello["arena_bytes"]), bytes.fromhex(hello["worker"])
+        )
+
+
+def introduce(socket_path: str, timeout: float) -> Introduction:
+    """Let the daemon know our uid. Raises what ``open_mapping`` does."""
+    with _greeted(socket_path, timeout) as (connection, hello, _):
+        return Introduction(connection, bytes.fromhex(hello["worker"]))
+
+
+@contextlib.contextmanager
+def _greeted(socket_path: str, timeout: float) -> Iterator[tuple[socket.socket, dict[str, Any], int | None]]:
+    """A handover connection, what the daemon said, and the arena's descriptor if it came, for now."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    descriptors: list[int] = []
     try:
         connection.settimeout(timeout)
         connection.connect(socket_path + ARENA_SUFFIX)
-        token, memory = _receive(connection)
+        line, descriptors, _, _ = socket.recv_fds(connection, _HELLO_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         connection.settimeout(None)
+        yield connection, _read_hello(line), next(iter(descriptors), None)
     except TimeoutError:
         connection.close()
         raise DeadlineExceeded(f"{socket_path}{ARENA_SUFFIX} gave no arena within {timeout:g} s") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         connection.close()
         raise ArenaUnavailable(f"no arena from {socket_path}{ARENA_SUFFIX}: {error}") from None
-    return Mapping(connection, memory, token)
-
-
-def _receive(connection: socket.socket) -> tuple[bytes, mmap.mmap]:
-    line, descriptors, _, _ = socket.recv_fds(connection, _HELLO_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-    try:
-        if not line or not descriptors:
-            raise ValueError("the daemon refused this worker; run both as one user")
-        hello = json.loads(line)
-        token = bytes.fromhex(hello["worker"])
-        if hello["version"] != HANDOVER_VERSION or len(token) != TOKEN_BYTES:
-            raise ValueError(f"the daemon speaks handover version {hello['version']}, not {HANDOVER_VERSION}")
-        # Its own size check makes sure that no access goes past the file's end (SIGBUS).
-        return token, map_shared(descriptors[0], hello["arena_bytes"])
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _read_hello(line: bytes) -> dict[str, Any]:
+    if not line:
+        raise ValueError(
+            "the daemon refused this worker; run both as one user, or name its uid in credentials"
+        )
+    hello: dict[str, Any] = json.loads(line)
+    token = bytes.fromhex(hello["worker"])
+    if hello["version"] != HANDOVER_VERSION or len(token) != TOKEN_BYTES:
+        raise ValueError(f"the daemon speaks handover version {hello['version']}, not {HANDOVER_VERSION}")
+    return hello

@@ -53,6 +53,10 @@ class UnitMarks:
         """Whether a unit whose block is on disk has still to get there."""
         return row in self._made or row in self._writing
 
+    def writing(self, row: int) -> bool:
+        """Whether the unit's record is being written."""
+        return row in self._writing
+
     def made(self) -> list[int]:
         """Rows on disk whose record is not."""
         return list(self._made)

@@ -7,15 +7,29 @@ request 2 is A+C): ``floor64(|A|)`` is where request 3, A+D, should hit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.api import Match, MissReason
-from kvstore.ghosts import GhostList
+from kvstore.errors import InvalidArgument
+from kvstore.ghosts import GhostList, Setback
+from kvstore.hashing import check_hashes
 from kvstore.observer import Departure
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex, Walk
 from kvstore.settings import Policy
 from kvstore.units import plan_input
+
+REASON_OF: Mapping[Departure | Setback, MissReason] = {
+    Departure.CAPACITY: MissReason.EVICTED,
+    Departure.EXPIRED: MissReason.EXPIRED,
+    Departure.DELETED: MissReason.DELETED,
+    Departure.CORRUPT: MissReason.LOST,
+    Departure.LOST: MissReason.LOST,
+    Setback.REFUSED: MissReason.REFUSED,
+    Setback.GIVEN_UP: MissReason.FAILED,
+    Setback.UNWRITTEN: MissReason.FAILED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +53,18 @@ class Prompt:
         return blocks * self.block_tokens // self.align * self.align // self.block_tokens
 
 
+def checked_prompt(
+    namespace: int, hashes: Sequence[bytes], tokens: int, block_tokens: int, align: int
+) -> Prompt:
+    """What a caller says of a prompt. Raises ``InvalidArgument``."""
+    check_hashes(hashes)
+    if tokens < len(hashes) * block_tokens:
+        raise InvalidArgument(f"tokens={tokens} is less than {len(hashes)} blocks of {block_tokens}")
+    if align <= 0 or (align % block_tokens and block_tokens % align):
+        raise InvalidArgument(f"align={align} is no positive multiple of {block_tokens} tokens")
+    return Prompt(namespace, hashes, tokens, block_tokens, math.lcm(align, block_tokens))
+
+
 class Matcher:
     """Matches prompts against an index under a policy."""
 
@@ -53,7 +79,7 @@ class Matcher:
         index, rows = self._index, walk.rows
         unit = len(rows) if self._policy == "block" else index.deepest_unit(rows)
         blocks = min(prompt.aligned(unit), prompt.usable_blocks)
-        host = sum(index.slot[row] != NONE for row in rows[:blocks])
+        host = index.in_arena(rows[:blocks])
         return Match(
             blocks=blocks,
             host_blocks=host,
@@ -104,7 +130,7 @@ class Matcher:
             return MissReason.PENDING
         gone = self._ghosts.gone(prompt.hashes[stored])
         if gone is not None:
-            return MissReason.EVICTED if gone.why is Departure.CAPACITY else MissReason.LOST
+            return REASON_OF[gone.why]
         if walk.next_row != NONE or prompt.hashes[stored] in self._ghosts:
             return MissReason.NOT_STORED
         if stored and self._index.children[walk.rows[-1]]:

@@ -11,9 +11,11 @@ from typing import Protocol
 
 
 class Departure(StrEnum):
-    """Why a block left the disk."""
+    """Why a block left the store."""
 
     CAPACITY = "capacity"  # evicted, for the disk was full
+    EXPIRED = "expired"  # not used for too long, or stored too long ago
+    DELETED = "deleted"  # by an operator
     CORRUPT = "corrupt"  # its payload did not verify
     LOST = "lost"  # its payload was no longer there
 
@@ -28,7 +30,7 @@ class Observer(Protocol):
         """A batch of payloads became durable."""
 
     def block_left(self, why: Departure, idle_seconds: float) -> None:
-        """A block left the disk that was last used so long ago."""
+        """A block left the store that was last used so long ago."""
 
     def unit_left(self, why: Departure, age_seconds: float, hits: int) -> None:
         """A unit went with its last block, so long after it was made and hit so often."""

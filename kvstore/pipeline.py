@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar, TypeVarTuple
 
 from kvstore.catalog import UnitRecord
-from kvstore.disk import DiskTier, Encoded, Freed, NewBlock, Stored
+from kvstore.disk import DiskTier, Encoded, NewBlock, Stored
 from kvstore.errors import DiskError
 from kvstore.layout import LatentLayout
-from kvstore.namespace import Namespace
+from kvstore.leaving import Leaving
 
 Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ class Batch:
     layout: LatentLayout | None  # of all blocks; None if there are none
     blocks: list[NewBlock]  # in the order of rows
     nbytes: int  # of disk that the blocks take at most
-    freed: list[Freed] = field(default_factory=list)
+    leaving: Leaving = field(default_factory=Leaving)
     before: Batch | None = None  # the batch that must be named first
     written: bool = False  # its payloads are durable
     done: asyncio.Event = field(default_factory=asyncio.Event)  # ended, well or not
@@ -118,10 +118,10 @@ class Pipeline:
         encoded: list[Encoded] = []
         if batch.layout is not None:
             encoded = await self._in(self._hashing, self._disk.encode, batch.layout, batch.blocks)
-        if batch.freed:
-            await self._in(self._catalog, self._disk.forget, batch.freed)
-            await self._in(self._payloads, self._disk.free, batch.freed)
-            batch.freed = []
+        if batch.leaving:
+            await self._in(self._catalog, self._disk.forget, batch.leaving.freed)
+            await self._in(self._payloads, self._disk.free, batch.leaving.freed)
+            batch.leaving.settle()
         return await self._in(self._payloads, self._disk.put, batch.block_bytes, encoded)
 
     async def name(self, batch: Batch, stored: Sequence[Stored], units: Sequence[UnitRecord]) -> None:
@@ -132,9 +132,9 @@ class Pipeline:
         """Which of these places hold nothing any more. Raises ``DiskError``."""
         return await self._in(self._payloads, self._disk.missing, block_bytes, places)
 
-    async def add_namespace(self, namespace: Namespace) -> tuple[int, bytes]:
-        """See ``DiskTier.add_namespace``."""
-        return await self._in(self._catalog, self._disk.add_namespace, namespace)
+    async def record(self, work: Callable[[*Args], Result], *args: *Args) -> Result:
+        """Run some work on the catalogue in the one thread that touches it. Raises what it raises."""
+        return await self._in(self._catalog, work, *args)
 
     async def _in(self, thread: ThreadPoolExecutor, work: Callable[[*Args], Result], *args: *Args) -> Result:
         return await asyncio.get_running_loop().run_in_executor(thread, work, *args)

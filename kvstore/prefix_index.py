@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,11 @@ _GROWTH = 256  # rows made at once
 def view(column: array[Any] | bytearray) -> NDArray[Any]:
     """A column as a writable numpy array, [rows]. Short-lived: no row can be added while it lives."""
     return np.frombuffer(column, column.typecode if isinstance(column, array) else np.uint8)
+
+
+def _first(flags: NDArray[np.bool_]) -> int:
+    """Index of the first that is set; the length if none is."""
+    return int(flags.argmax()) if flags.any() else len(flags)
 
 
 class BlockState(IntEnum):
@@ -82,6 +88,7 @@ class PrefixIndex:
         self.codec = bytearray()
         self.checksum = array("Q")  # xxh3-64 of the raw block; valid with a place
         self.used = array("d")  # unix seconds
+        self.created = array("I")  # unix seconds, when the block was stored
         self.kinds = bytearray()
         self.units: dict[int, UnitUse] = {}
 
@@ -106,6 +113,7 @@ class PrefixIndex:
         self.namespace[row] = namespace
         self.depth[row] = depth
         self.used[row] = used
+        self.created[row] = int(used)
         self.parent[row] = parent
         if parent != NONE:
             self.children[parent] += 1
@@ -129,6 +137,7 @@ class PrefixIndex:
             self.length,
             self.checksum,
             self.used,
+            self.created,
         ):
             counts.frombytes(bytes(rows * counts.itemsize))
         for flags in (self.state, self.codec, self.kinds):
@@ -153,6 +162,7 @@ class PrefixIndex:
             ("length", self.length),
             ("checksum", self.checksum),
             ("used", self.used),
+            ("used", self.created),  # a block is recorded once, when it is written
         ):
             view(column)[first:] = records[name]
         view(self.codec)[first:] = records["codec"]
@@ -165,8 +175,7 @@ class PrefixIndex:
         One that is not known becomes a hole. So comes after the ``extend`` of all that can be a parent.
         """
         names: list[bytes] = parents.tolist()
-        find = self._rows.get
-        above = np.fromiter((find(name, NONE) for name in names), np.int32, len(names))
+        above = np.fromiter(map(self._rows.get, names, repeat(NONE)), np.int32, len(names))
         for at in np.flatnonzero(above == NONE).tolist():
             if names[at] != ROOT:
                 above[at] = self._find_or_dig(names[at], first + at)
@@ -242,17 +251,14 @@ class PrefixIndex:
 
     def walk(self, namespace: int, hashes: Sequence[bytes]) -> Walk:
         """Follow a chain along PRESENT rows of a namespace."""
-        find, state, owner = self._rows.get, self.state, self.namespace
-        rows: list[int] = []
-        for block in hashes:
-            row = find(block, NONE)
-            # A foreign row can't have this hash, save by a forged call: then it is a miss.
-            if row == NONE or owner[row] != namespace:
-                return Walk(rows, NONE)
-            if state[row] != BlockState.PRESENT:
-                return Walk(rows, row)
-            rows.append(row)
-        return Walk(rows, NONE)
+        # In arrays: a prompt of 128K tokens has 2048 blocks, and engines ask again and again.
+        found = np.fromiter(map(self._rows.get, hashes, repeat(NONE)), np.int64, len(hashes))
+        rows = found[: _first(found == NONE)]
+        # A foreign row can't have this hash, save by a forged call: then it is a miss.
+        foreign = view(self.namespace)[rows] != namespace
+        stop = _first(foreign | (view(self.state)[rows] != BlockState.PRESENT))
+        there = stop < len(rows) and not foreign[stop]
+        return Walk(rows[:stop].tolist(), int(rows[stop]) if there else NONE)
 
     def deepest_unit(self, rows: Sequence[int]) -> int:
         """Length in blocks of the longest unit that ends on one of ``rows``; 0 if none does."""
@@ -261,9 +267,20 @@ class PrefixIndex:
                 return length
         return 0
 
+    def in_arena(self, rows: Sequence[int]) -> int:
+        """How many of these rows have a slot."""
+        return int(np.count_nonzero(view(self.slot)[np.asarray(rows, np.int64)] != NONE))
+
     def forks(self, row: int) -> bool:
         """Whether chains part behind this row, and no unit ends there yet."""
         return self.state[row] == BlockState.PRESENT and self.children[row] > 1 and not self.kinds[row]
+
+    def stored_above(self, row: int) -> int:
+        """The next block above that is no hole (holes go with the last block below them); or NONE."""
+        row = self.parent[row]
+        while row != NONE and self.state[row] == BlockState.ABSENT:
+            row = self.parent[row]
+        return row
 
     def on_disk(self) -> int:
         """How many blocks have a place."""

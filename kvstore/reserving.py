@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvstore.api import ReserveState
 from kvstore.arena import Arena
 from kvstore.errors import InvalidArgument, NamespaceMismatch, NotReserved, ParentMissing
-from kvstore.ghosts import GhostList
+from kvstore.ghosts import GhostList, Gone, Setback
 from kvstore.hashing import ROOT
 from kvstore.host import HostTier
 from kvstore.leases import Holder, Lease, LeaseTable
@@ -71,6 +71,14 @@ class Reserver:
         lease = lease or self._leases.open(holder, space.id, space.block_bytes, now)
         self._leases.renew(lease, now)
         return self._reserve_chain(space, lease, above, hashes)
+
+    def put_off(self, holder: Holder, space: Space, count: int, lease_id: int) -> Reserved:
+        """No slots for so many blocks now, for their namespace is being erased: come back."""
+        now = time.monotonic()
+        lease = self._leases.get(holder, lease_id) if lease_id else None
+        lease = lease or self._leases.open(holder, space.id, space.block_bytes, now)
+        self._leases.renew(lease, now)
+        return Reserved(lease.id, [ReserveState.RETRY] * count, [])
 
     def _parent_row(self, space: Space, parent: bytes) -> int:
         if parent == ROOT:
@@ -130,6 +138,9 @@ class Reserver:
         # While HOST_ONLY, the search for a slot may have cost the store this very block.
         if present != NONE and index.state[present] == BlockState.PRESENT:
             self._leases.keep_row(lease, present)
+        if len(states) < len(hashes):
+            # The first tells enough: Match stops there. Forgotten once it is stored after all.
+            self._ghosts.leave(hashes[len(states)], Gone(Setback.REFUSED, now))
         states += [ReserveState.RETRY] * (len(hashes) - len(states))
         return Reserved(lease.id, states, offsets)
 
@@ -188,7 +199,7 @@ class Reserver:
             self._mark_forks(row)
         waits = rows + [key for row, _ in marks for key in self._writer.awaited(row)]
         self._host.notify_room()
-        return self._writer.tickets.give(waits)
+        return self._writer.tickets.give(waits, lease.namespace)
 
     def _unit_row(self, lease: Lease, unit: UnitMark, hashes: Sequence[bytes]) -> int:
         if not 0 < unit.kinds <= ALL_KINDS:
@@ -207,6 +218,7 @@ class Reserver:
     def _seal(self, lease: Lease, block: bytes, row: int) -> None:
         index = self._index
         index.state[row] = BlockState.PRESENT
+        index.created[row] = int(time.time())
         self._arena.seal(index.slot[row])
         del lease.filling[block]
         self._leases.drop_slot(lease, index.slot[row])
@@ -221,6 +233,9 @@ class Reserver:
                 self.mark(at, UnitKind.COMMON_PREFIX)
 
     def mark(self, row: int, kinds: UnitKind) -> None:
-        """Make a unit end at a row."""
-        if self._index.mark(row, kinds, time.time()):
+        """Make a unit end at a row; to ask for one that is there is a use of it."""
+        now = time.time()
+        if self._index.mark(row, kinds, now):
             self._writer.unit(row)
+        self._index.units[row].used = now
+        self._writer.unit_used(row)

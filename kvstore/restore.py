@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 _LINKED_AT_ONCE = 4096  # parents that are in memory as objects
 
 
-def restore(index: PrefixIndex, disk: DiskTier, spaces: SpaceTable, counters: Counter[str]) -> int:
-    """Fill an empty index from the catalogue; returns the payload bytes in use.
+def restore(index: PrefixIndex, disk: DiskTier, spaces: SpaceTable, counters: Counter[str]) -> Counter[int]:
+    """Fill an empty index from the catalogue; returns the payload bytes in use by namespace.
 
     Payloads that no record names are freed; records whose payload is gone are dropped.
     Raises ``DiskError``.
@@ -44,16 +44,17 @@ def restore(index: PrefixIndex, disk: DiskTier, spaces: SpaceTable, counters: Co
     return used
 
 
-def used_bytes(index: PrefixIndex, disk: DiskTier, spaces: SpaceTable) -> int:
-    """Bytes on disk of all indexed payloads, counted anew."""
+def used_bytes(index: PrefixIndex, disk: DiskTier, spaces: SpaceTable) -> Counter[int]:
+    """Bytes on disk of all indexed payloads, by id of the namespace, counted anew."""
     stored = view(index.place) != NONE
     # One number for both, for numpy counts equal numbers much faster than equal pairs.
     pairs = view(index.namespace)[stored].astype(np.int64) << 32 | view(index.length)[stored]
     found, counts = np.unique(pairs, return_counts=True)
-    return sum(
-        count * disk.stored_bytes(spaces.of(pair >> 32).block_bytes, pair & 0xFFFFFFFF)
-        for pair, count in zip(found.tolist(), counts.tolist(), strict=True)
-    )
+    used: Counter[int] = Counter()
+    for pair, count in zip(found.tolist(), counts.tolist(), strict=True):
+        number = pair >> 32
+        used[number] += count * disk.stored_bytes(spaces.of(number).block_bytes, pair & 0xFFFFFFFF)
+    return used
 
 
 def _fill(index: PrefixIndex, catalog: Catalog, spaces: SpaceTable) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,6 +33,8 @@ class StoreSettings:
     codec: CodecName = "raw"
     payloads: PayloadKind = "lmdb"
     ghost_bytes: int = 64 * MIB  # RAM for chains that were seen and are not stored
+    ttl_seconds: float = 86400.0  # life of a block since its last use; 0 is for ever
+    max_age_seconds: float = 0.0  # and since it was stored
     lease_seconds: float = 60.0
     drain_seconds: float = 30.0  # how long closing may take to make blocks durable
     readers: int = 8  # threads that read payloads
@@ -57,6 +60,9 @@ class StoreSettings:
         for name, seconds in (("lease_seconds", self.lease_seconds), ("drain_seconds", self.drain_seconds)):
             if not 0 < seconds <= 86400:
                 raise InvalidArgument(f"{name}={seconds} is outside (0, 86400]")
+        for name, seconds in (("ttl_seconds", self.ttl_seconds), ("max_age_seconds", self.max_age_seconds)):
+            if seconds and not 1 <= seconds < math.inf:
+                raise InvalidArgument(f"{name}={seconds}: give a second or more, or 0 for no limit")
 
     @property
     def catalog_bytes(self) -> int:

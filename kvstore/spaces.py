@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvstore.arena import Arena
 from kvstore.disk import DiskTier
+from kvstore.epochs import Epochs
 from kvstore.errors import CapacityTooSmall, InvalidArgument, NamespaceUnknown
 from kvstore.layout import LatentLayout
 from kvstore.namespace import DIGEST_BYTES, Namespace
@@ -41,6 +42,7 @@ class SpaceTable:
         self._by_digest: dict[bytes, Space] = {}
         self._by_id: dict[int, Space] = {}
         self._by_namespace: dict[Namespace, Space] = {}
+        self.epochs = Epochs()
         self.known_sizes: set[int] = set()  # block bytes of all catalogued namespaces, closed ones too
 
     def __len__(self) -> int:
@@ -57,7 +59,11 @@ class SpaceTable:
         return space
 
     def restore(self) -> None:
-        """Open the catalogue's namespaces; those that no longer fit the tiers stay closed."""
+        """Open the catalogue's namespaces; those that no longer fit the tiers stay closed.
+
+        What was being erased is erased first. Raises ``DiskError``.
+        """
+        self.epochs.restore(self._disk.catalog)
         for number, text, digest in self._disk.catalog.namespaces():
             try:
                 namespace = Namespace.from_json(text)
@@ -103,6 +109,11 @@ class SpaceTable:
         """The open namespace with this digest; ``NamespaceUnknown`` if there is none."""
         space = self._by_digest.get(digest)
         if space is None:
-            shown = digest[:8].hex() if len(digest) == DIGEST_BYTES else f"of {len(digest)} bytes"
-            raise NamespaceUnknown(f"namespace {shown} is not open here; call open_namespace first")
+            raise unknown_namespace(digest)
         return space
+
+
+def unknown_namespace(digest: bytes) -> NamespaceUnknown:
+    """What is said of a digest that is not open, or not to be seen by whoever asks."""
+    shown = digest[:8].hex() if len(digest) == DIGEST_BYTES else f"of {len(digest)} bytes"
+    return NamespaceUnknown(f"namespace {shown} is not open here; call open_namespace first")

@@ -7,37 +7,39 @@ a ``Holder``; what it holds ends with ``release``, with its connection, or by th
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena, SlotState
 from kvstore.audit import Held, audit, held
+from kvstore.curation import Curator
 from kvstore.disk import DiskTier
+from kvstore.erasing import Eraser
 from kvstore.errors import InvalidArgument, Unavailable
-from kvstore.ghosts import GhostList, Gone
-from kvstore.hashing import HASH_BYTES
+from kvstore.expiry import Expiry
+from kvstore.ghosts import GhostList, Gone, Setback
+from kvstore.hashing import check_hashes
 from kvstore.host import HostTier
 from kvstore.leases import Holder, Lease, LeaseTable
 from kvstore.loading import LoadStream
-from kvstore.matching import Matcher, Prompt
+from kvstore.matching import Matcher, checked_prompt
 from kvstore.namespace import Namespace
 from kvstore.observer import Departure, Observer, Unobserved
 from kvstore.payloads import OpenPayloads
-from kvstore.prefix_index import PrefixIndex
+from kvstore.prefix_index import NONE, PrefixIndex, Walk
 from kvstore.readers import ReaderGroups
 from kvstore.reserving import Reserved, Reserver
 from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
 from kvstore.spaces import Space, SpaceTable
 from kvstore.survey import Survey, survey
+from kvstore.trail import Trail, trail
 from kvstore.units import UnitKind, UnitMark, check_interval
 from kvstore.writeback import Writer
-
-log = logging.getLogger(__name__)
 
 __all__ = ["Reserved", "Store"]
 
@@ -62,6 +64,7 @@ class Store:
         )
         self._writer.on_left = self._note_departure
         self._host.on_lost = self._writer.settle_lost
+        self._host.on_setback = self._note_setback
         self._host.on_corrupt = self._writer.corrupt
         self._reserver = Reserver(
             self._index,
@@ -75,7 +78,25 @@ class Store:
         )
         # Readers hold half of the arena; half of the rest is what they may be apart.
         self._readers = ReaderGroups(self._quota_bytes // 2, self._host.notify_room, self.counters)
-        self._clock: asyncio.Task[None] | None = None
+        self._expiry = Expiry(
+            self._index,
+            self._writer,
+            self.counters,
+            ttl=settings.ttl_seconds,
+            max_age=settings.max_age_seconds,
+        )
+        eraser = Eraser(
+            self._index,
+            self._spaces,
+            self._leases,
+            self._host,
+            disk,
+            self._writer,
+            self.counters,
+            self._expire,
+        )
+        self.curator = Curator(self._index, self._spaces, eraser)
+        self._clocks: list[asyncio.Task[None]] = []
         self._closing = False
 
     @classmethod
@@ -91,27 +112,25 @@ class Store:
         ``DataDirError``, ``ArenaUnavailable``, and ``DiskError`` if the disk fails already.
         """
         disk = await asyncio.to_thread(DiskTier, settings, open_payloads, observer)
-        try:
-            arena = await asyncio.to_thread(
-                Arena, settings.host_bytes, lead=disk.lead, numa_node=settings.numa_node
-            )
-        except BaseException:
-            disk.close()
-            raise
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(disk.close)
+            arena = Arena(settings.host_bytes, lead=disk.lead)
+            undo.callback(arena.close)
             store = cls(settings, disk, arena, observer or Unobserved())
-            await asyncio.to_thread(store._restore)
-        except BaseException:
-            arena.close()
-            disk.close()
-            raise
+            # Side by side: one waits for the kernel to find memory, the other one computes.
+            backing = asyncio.to_thread(arena.back, settings.numa_node)
+            restoring = asyncio.to_thread(store._restore)
+            for failure in await asyncio.gather(backing, restoring, return_exceptions=True):
+                if failure is not None:
+                    raise failure
+            undo.pop_all()
         store._writer.start()
-        store._clock = asyncio.create_task(store._expire_leases())
+        store._clocks = [asyncio.create_task(clock()) for clock in (store._expire_leases, store._tend)]
         return store
 
     def _restore(self) -> None:
         self._spaces.restore()
-        self._writer.used_bytes = restore(self._index, self._disk, self._spaces, self.counters)
+        self._writer.room.used = restore(self._index, self._disk, self._spaces, self.counters)
 
     # --- workers
 
@@ -139,12 +158,16 @@ class Store:
             return known.digest
         check_interval(self.settings.interval, namespace.layout.block_tokens)
         self._spaces.fit(namespace.layout)
-        number, digest = await self._writer.add_namespace(namespace)
+        number, digest = await self._writer.record(self._disk.add_namespace, namespace)
         return self._spaces.admit(number, namespace, digest).digest
 
     def space(self, namespace: bytes) -> Space:
         """The open namespace with this digest. Raises ``NamespaceUnknown``."""
         return self._spaces.get(namespace)
+
+    def spaces(self) -> list[Space]:
+        """The open namespaces."""
+        return list(self._spaces)
 
     def match(
         self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool
@@ -152,16 +175,12 @@ class Store:
         """See ``kvstore.api.KVStore.match``. Touches no payload."""
         self._accepting()
         space = self._spaces.get(namespace)
-        _check_hashes(hashes)
-        block_tokens = space.layout.block_tokens
-        if tokens < len(hashes) * block_tokens:
-            raise InvalidArgument(f"tokens={tokens} is less than {len(hashes)} blocks of {block_tokens}")
-        if align <= 0 or (align % block_tokens and block_tokens % align):
-            raise InvalidArgument(f"align={align} is no positive multiple of {block_tokens} tokens")
-        prompt = Prompt(space.id, hashes, tokens, block_tokens, math.lcm(align, block_tokens))
-        walk = self._index.walk(space.id, hashes)
+        prompt = checked_prompt(space.id, hashes, tokens, space.layout.block_tokens, align)
+        walk = self._walk(prompt.namespace, hashes)
         common = self._matcher.common_prefix(prompt, walk)
-        match = self._matcher.match(prompt, walk, common)
+        match = replace(
+            self._matcher.match(prompt, walk, common), epoch=self._spaces.epochs.of(prompt.namespace)
+        )
         if store:
             if common == len(walk.rows) > 0:
                 self._reserver.mark(walk.rows[-1], UnitKind.COMMON_PREFIX)
@@ -172,6 +191,17 @@ class Store:
         if match.reason is not MissReason.NONE:
             self.counters[f"miss_{match.reason}"] += 1
         return match
+
+    def _walk(self, namespace: int, hashes: Sequence[bytes]) -> Walk:
+        if namespace in self._spaces.epochs.erasing:
+            return Walk([], NONE)
+        return self._index.walk(namespace, hashes)
+
+    def trail(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int) -> Trail:
+        """What ``match`` would answer, and what is known of the place where it stops. Counts nothing."""
+        space = self._spaces.get(namespace)
+        prompt = checked_prompt(space.id, hashes, tokens, space.layout.block_tokens, align)
+        return trail(self._index, self._ghosts, self._matcher, prompt, self._walk(space.id, hashes))
 
     def load(
         self,
@@ -184,10 +214,10 @@ class Store:
         """Open a lease over ``hashes[first:]`` and start to read them, in order."""
         self._accepting()
         space = self._spaces.get(namespace)
-        _check_hashes(hashes)
+        check_hashes(hashes)
         if not 0 <= first <= len(hashes):
             raise InvalidArgument(f"first={first} is outside [0, {len(hashes)}]")
-        rows = self._index.walk(space.id, hashes).rows
+        rows = self._walk(space.id, hashes).rows
         reader = self._readers.join(space.id, readers, first, space.block_bytes) if readers else None
         now = time.time()
         self._index.touch(rows, now)
@@ -217,12 +247,22 @@ class Store:
             self._writer.unit_used(rows[unit - 1])
 
     def reserve(
-        self, holder: Holder, namespace: bytes, parent: bytes, hashes: Sequence[bytes], lease: int
+        self,
+        holder: Holder,
+        namespace: bytes,
+        parent: bytes,
+        hashes: Sequence[bytes],
+        lease: int,
+        epoch: int | None = None,
     ) -> Reserved:
         """Slots for the blocks of a chain that are not stored; see ``kvstore.api.KVStore``."""
         self._accepting()
-        _check_hashes((parent, *hashes))
-        return self._reserver.reserve(holder, self._spaces.get(namespace), parent, hashes, lease)
+        check_hashes((parent, *hashes))
+        space = self._spaces.get(namespace)
+        self._spaces.epochs.require(space.id, epoch)
+        if space.id in self._spaces.epochs.erasing:
+            return self._reserver.put_off(holder, space, len(hashes), lease)
+        return self._reserver.reserve(holder, space, parent, hashes, lease)
 
     def slot_for_upload(self, holder: Holder, lease: int, block: bytes) -> memoryview:
         """The bytes of a slot being filled, for a worker that cannot map the arena.
@@ -235,13 +275,17 @@ class Store:
     def commit(self, holder: Holder, lease: int, hashes: Sequence[bytes], units: Sequence[UnitMark]) -> int:
         """Seal filled blocks and mark units, all or nothing; returns a ticket."""
         self._accepting()
-        _check_hashes((*hashes, *(unit.hash for unit in units)))
+        check_hashes((*hashes, *(unit.hash for unit in units)))
         return self._reserver.commit(holder, lease, hashes, units)
 
     async def durable(self, ticket: int) -> bool:
         """Whether a commit is on disk, once that is known. Raises ``TicketUnknown``."""
         self._writer.hurry()
         return await self._writer.tickets.wait(ticket)
+
+    def tenant_of_ticket(self, ticket: int) -> str:
+        """Whose blocks a commit was about. Raises ``TicketUnknown``."""
+        return self._spaces.of(self._writer.tickets.namespace(ticket)).namespace.tenant
 
     def release(self, holder: Holder, lease: int) -> None:
         """End a lease of this worker, expired or not; others are ignored."""
@@ -256,6 +300,9 @@ class Store:
         self._observer.block_left(why, now - self._index.used[row])
         if unit is not None:
             self._observer.unit_left(why, now - unit.created, unit.hits)
+
+    def _note_setback(self, block: bytes, why: Setback) -> None:
+        self._ghosts.leave(block, Gone(why, time.time()))
 
     # --- ends
 
@@ -276,6 +323,16 @@ class Store:
             for lease in self._leases.due(time.monotonic()):
                 self.counters["expired_leases"] += 1
                 self._expire(lease)
+
+    async def _tend(self) -> None:
+        while True:
+            await asyncio.sleep(self._expiry.tick)
+            self._writer.keep_uses()
+            await self.expire(time.time())
+
+    async def expire(self, now: float) -> int:
+        """Drop what has expired at ``now`` (unix seconds); how many blocks. The store does so by itself."""
+        return await self._expiry.sweep(now)
 
     def _expire(self, lease: Lease) -> None:
         lease.expired = True
@@ -300,7 +357,7 @@ class Store:
         slots = sum(self.arena.count(state) for state in SlotState if state is not SlotState.FREE)
         return Status(
             host=TierStatus(self.arena.used_bytes, self.arena.nbytes, slots),
-            disk=TierStatus(self._writer.used_bytes, self.settings.disk_bytes, self._index.on_disk()),
+            disk=TierStatus(self._writer.room.used_bytes, self.settings.disk_bytes, self._index.on_disk()),
             mode="host_only" if self._writer.failing else "ok",
             pinned=self.arena.pinned,
             dirty_blocks=self._writer.dirty_blocks,
@@ -318,8 +375,8 @@ class Store:
         """Violated invariants over all tables; empty when sound. For tests."""
         faults = audit(self._index, self.arena, self._leases, reading=self._host.reading())
         counted = used_bytes(self._index, self._disk, self._spaces)
-        if counted != self._writer.used_bytes:
-            faults.append(f"{counted} bytes are on disk, {self._writer.used_bytes} counted")
+        if +counted != +self._writer.room.used:
+            faults.append(f"{counted} bytes are on disk by namespace, {self._writer.room.used} counted")
         return faults
 
     def held(self) -> Held:
@@ -329,8 +386,9 @@ class Store:
     async def close(self) -> bool:
         """Drain: refuse new work, make dirty blocks durable, close. True if all became durable."""
         self._closing = True
-        if self._clock is not None:
-            self._clock.cancel()
+        for clock in self._clocks:
+            clock.cancel()
+        self.curator.close()
         # Not ended: a worker may still touch the slots that it holds.
         for lease in self._leases:
             self._expire(lease)
@@ -339,9 +397,3 @@ class Store:
         self.arena.close()
         await asyncio.to_thread(self._disk.close)
         return durable
-
-
-def _check_hashes(hashes: Sequence[bytes]) -> None:
-    for block in hashes:
-        if not isinstance(block, bytes) or len(block) != HASH_BYTES:
-            raise InvalidArgument(f"{block!r:.80} is no block hash: {HASH_BYTES} bytes")

@@ -13,8 +13,9 @@ _REMEMBERED = 65536
 
 
 class _Ticket:
-    def __init__(self, rows: set[int]) -> None:
+    def __init__(self, rows: set[int], namespace: int) -> None:
         self.rows = rows
+        self.namespace = namespace
         self.durable = True
         self.done = asyncio.get_running_loop().create_future()
 
@@ -34,9 +35,9 @@ class TicketDesk:
         self._tickets: OrderedDict[int, _Ticket] = OrderedDict()
         self._waiting: defaultdict[int, list[_Ticket]] = defaultdict(list)
 
-    def give(self, rows: Iterable[int]) -> int:
-        """A ticket that is durable once all ``rows`` are settled so."""
-        ticket = _Ticket(set(rows))
+    def give(self, rows: Iterable[int], namespace: int) -> int:
+        """A ticket that is durable once all ``rows``, of one namespace, are settled so."""
+        ticket = _Ticket(set(rows), namespace)
         if not ticket.rows:
             ticket.done.set_result(None)
         for row in ticket.rows:
@@ -59,8 +60,21 @@ class TicketDesk:
 
     async def wait(self, number: int) -> bool:
         """Whether the ticket's commit is on disk, once that is known. Raises ``TicketUnknown``."""
-        ticket = self._tickets.get(number)
-        if ticket is None:
-            raise TicketUnknown(f"ticket {number} was not given out by this run of the store, or is too old")
+        ticket = self._known(number)
         await asyncio.shield(ticket.done)
         return ticket.durable
+
+    def namespace(self, number: int) -> int:
+        """Id of the namespace whose blocks the ticket is about. Raises ``TicketUnknown``."""
+        return self._known(number).namespace
+
+    def _known(self, number: int) -> _Ticket:
+        ticket = self._tickets.get(number)
+        if ticket is None:
+            raise unknown_ticket(number)
+        return ticket
+
+
+def unknown_ticket(number: int) -> TicketUnknown:
+    """What is said of a ticket that is not known, or not to be seen by whoever asks."""
+    return TicketUnknown(f"ticket {number} was not given out by this run of the store, or is too old")

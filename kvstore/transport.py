@@ -12,12 +12,14 @@ from typing import Any
 import grpc
 
 from kvstore import wire
+from kvstore.address import Address
 from kvstore.breaker import CircuitBreaker
-from kvstore.errors import DeadlineExceeded, InvalidArgument, KVStoreError, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidArgument, KVStoreError, Unauthenticated, Unavailable
+from kvstore.identity import Identity
+from kvstore.proof import Proof
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1 import kvstore_pb2_grpc
 
-_UNIX = "unix://"
 _PROBE_SECONDS = 0.1
 _SIGN_SECONDS = 0.5  # for a sign of life; a daemon on the same host needs a millisecond
 _OPTIONS = (
@@ -39,7 +41,7 @@ def error_of(failure: grpc.RpcError) -> KVStoreError:
 
 
 class Transport:
-    """A channel to ``unix:///path`` or ``host:port``. Thread-safe; connects when first used.
+    """A channel to a daemon's address. Thread-safe; connects when first used.
 
     A call that runs into its deadline opens the circuit ``breaker``, and calls are refused until
     the daemon answers again. A daemon that is gone needs none: nobody listens, which is known at once.
@@ -47,20 +49,30 @@ class Transport:
     Not to be used after a fork: the channel's threads stay with the parent.
     """
 
-    def __init__(self, url: str, timeout: float) -> None:
-        self.socket_path, self._host, self._port = _parse(url)
+    def __init__(self, url: str, timeout: float, identity: Identity) -> None:
+        """Raises ``InvalidArgument``."""
+        self.address = _parse(url)
         self.timeout = timeout
         self._process = os.getpid()
         self._closed = False
-        target = f"unix:{self.socket_path}" if self.socket_path else f"{self._host}:{self._port}"
-        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
-        self.stub: Any = kvstore_pb2_grpc.KVStoreStub(self._channel)
+        self.channel = _open(self.address, identity)
+        self._proof = Proof(identity, self.address.path)
+        self.stub: Any = kvstore_pb2_grpc.KVStoreStub(self.channel)
         self.breaker = CircuitBreaker(self._lives)
 
     def _lives(self) -> bool:
+        """Whether the daemon answers; what it says does not matter."""
+        return self._answers(_SIGN_SECONDS)
+
+    def _answers(self, timeout: float) -> bool:
+        # A pure call that may be given up: a real one must not run twice.
         try:
-            self.stub.Status(pb.StatusRequest(), timeout=_SIGN_SECONDS, wait_for_ready=True)
-        except (grpc.RpcError, ValueError):  # ValueError: the channel was closed meanwhile
+            self.stub.Status(
+                pb.StatusRequest(), timeout=timeout, wait_for_ready=True, metadata=self._proof.metadata()
+            )
+        except grpc.RpcError as failure:
+            return isinstance(error_of(failure), Unauthenticated)
+        except ValueError:  # the channel was closed meanwhile
             return False
         return True
 
@@ -108,14 +120,27 @@ class Transport:
         """
         while time.monotonic() < deadline:
             self._probe(deadline)
-            # A pure call that may be given up: the real one must not run twice.
-            with contextlib.suppress(grpc.RpcError):
-                self.stub.Status(pb.StatusRequest(), timeout=_PROBE_SECONDS, wait_for_ready=True)
+            if self._answers(_PROBE_SECONDS):
                 return
 
     def _attempt(self, verb: Callable[..., Any], request: Any, deadline: float, *, wait: bool) -> Any:
+        """One call; again if the daemon asked who we are and we can tell."""
+        proof = self._proof.metadata()
         try:
-            return verb(request, timeout=max(deadline - time.monotonic(), 0.0), wait_for_ready=wait)
+            return self._once(verb, request, deadline, wait=wait)
+        except Unauthenticated:
+            if not self._proof.renew(proof, max(deadline - time.monotonic(), 0.001)):
+                raise
+        return self._once(verb, request, deadline, wait=wait)
+
+    def _once(self, verb: Callable[..., Any], request: Any, deadline: float, *, wait: bool) -> Any:
+        try:
+            return verb(
+                request,
+                timeout=max(deadline - time.monotonic(), 0.0),
+                wait_for_ready=wait,
+                metadata=self._proof.metadata(),
+            )
         except grpc.RpcError as failure:
             raise error_of(failure) from None
 
@@ -124,7 +149,7 @@ class Transport:
         self.require_usable()
         deadline = time.monotonic() + self.timeout
         with self.noting_silence(deadline):
-            self._attempt(self.stub.Upload, pieces, deadline, wait=False)
+            self._once(self.stub.Upload, pieces, deadline, wait=False)
 
     def open_load(self, requests: Iterator[pb.LoadRequest]) -> Any:
         """Start a Load stream. Raises ``Unreachable`` at once if nobody listens."""
@@ -132,19 +157,19 @@ class Transport:
         deadline = time.monotonic() + self.timeout
         with self.noting_silence(deadline):
             self._probe(deadline)
-        return self.stub.Load(requests, wait_for_ready=True)
+        return self.stub.Load(requests, wait_for_ready=True, metadata=self._proof.metadata())
 
     def _probe(self, deadline: float) -> None:
         limit = max(deadline - time.monotonic(), 0.001)
         try:
-            if self.socket_path:
+            if self.address.path:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                     probe.settimeout(limit)
-                    probe.connect(self.socket_path)
+                    probe.connect(self.address.path)
             else:
-                socket.create_connection((self._host.strip("[]"), self._port), limit).close()
+                socket.create_connection((self.address.bare_host, self.address.port), limit).close()
         except OSError as error:
-            where = self.socket_path or f"{self._host}:{self._port}"
+            where = self.address.path or self.address
             raise wire.Unreachable(
                 f"nothing answers at {where} ({error.strerror or error}); start the daemon or go on"
             ) from None
@@ -154,13 +179,29 @@ class Transport:
         self._closed = True
         self.breaker.close()
         if os.getpid() == self._process:
-            self._channel.close()
+            self.channel.close()
+            self._proof.close()
 
 
-def _parse(url: str) -> tuple[str, str, int]:
-    if url.startswith(_UNIX + "/"):
-        return url.removeprefix(_UNIX), "", 0
-    host, _, port = url.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "/" in host:
-        raise InvalidArgument(f"url={url!r}: write unix:///path or host:port")
-    return "", host, int(port)
+def _parse(url: str) -> Address:
+    try:
+        address = Address.parse(url)
+    except ValueError as error:
+        raise InvalidArgument(f"url={url!r}: {error}") from None
+    if not address.path and not address.port:
+        raise InvalidArgument(f"url={url!r}: write the port that the daemon listens on")
+    return address
+
+
+def _open(address: Address, identity: Identity) -> grpc.Channel:
+    """Raises ``InvalidArgument``: no secret is sent in the clear, and no certificate is left unused."""
+    if address.tls:
+        secured = grpc.ssl_channel_credentials(
+            identity.read("ca"), identity.read("key"), identity.read("cert")
+        )
+        return grpc.secure_channel(address.target, secured, options=_OPTIONS)
+    if identity.token and not address.local:
+        raise InvalidArgument(f"a token would go to {address} in the clear; write tls://{address.target}")
+    if identity.ca or identity.cert:
+        raise InvalidArgument(f"{address} is not spoken to with TLS; leave ca, cert and key away")
+    return grpc.insecure_channel(address.target, options=_OPTIONS)

@@ -20,6 +20,7 @@ from kvstore.layout import BLOCK_TOKENS
 from kvstore.namespace import DIGEST_BYTES, Namespace
 from kvstore.units import PersistPoint, UnitKind, UnitMark
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.v1 import operator_pb2 as operator_pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"].full_name
 HANDOVER_VERSION = 1
@@ -30,6 +31,7 @@ MAX_NAMESPACE_CHARS = 1 << 19  # of JSON: all texts at their longest, each chara
 MAX_MESSAGE_BYTES = 8 << 20  # the hashes of one call, and as much again
 CHUNK_BYTES = 1 << 20
 ERROR_KEY = "latentkv-error"
+WORKER_KEY = "latentkv-worker"  # metadata of a call: the token from the handover socket, in hex
 
 _MAX_DETAILS = 600  # characters, at most 12 bytes each on the wire; peers refuse more than 8 KiB of metadata
 _ALL_KINDS = UnitKind.REQUEST_END | UnitKind.COMMON_PREFIX | UnitKind.INTERVAL
@@ -53,16 +55,20 @@ class NotAsked(Unavailable):
 
 _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotCovered: grpc.StatusCode.NOT_FOUND,
     errors.NamespaceUnknown: grpc.StatusCode.NOT_FOUND,
     errors.LeaseUnknown: grpc.StatusCode.NOT_FOUND,
     errors.TicketUnknown: grpc.StatusCode.NOT_FOUND,
-    errors.NamespaceMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.UnitUnknown: grpc.StatusCode.NOT_FOUND,
+    errors.EpochPassed: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.NamespaceMismatch: grpc.StatusCode.NOT_FOUND,  # also of a tenant whom the caller must not see
     errors.NotReserved: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ParentMissing: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CorruptBlock: grpc.StatusCode.DATA_LOSS,
     errors.ArenaUnavailable: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     DaemonFailed: grpc.StatusCode.INTERNAL,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     KVStoreError: grpc.StatusCode.INTERNAL,
 }
@@ -160,7 +166,7 @@ def namespace_of(request: pb.OpenNamespaceRequest) -> Namespace:
     return Namespace.from_json(request.namespace_json)
 
 
-def tokens_of(request: pb.MatchRequest) -> int:
+def tokens_of(request: pb.MatchRequest | operator_pb.TrailRequest) -> int:
     """The prompt's length. Raises ``InvalidArgument``: persist points are planned for each interval of it."""
     if request.tokens > MAX_TOKENS:
         raise InvalidArgument(f"tokens={request.tokens} is more than {MAX_TOKENS}; match a shorter prompt")
@@ -194,6 +200,7 @@ def match_response(match: Match) -> pb.MatchResponse:
             pb.PersistPoint(tokens=point.tokens, kinds=int(point.kinds)) for point in match.persist_points
         ],
         interval=match.interval,
+        epoch=match.epoch,
     )
 
 
@@ -211,6 +218,7 @@ def match_of(response: pb.MatchResponse) -> Match:
             PersistPoint(point.tokens, UnitKind(point.kinds)) for point in response.persist_points
         ),
         interval=response.interval,
+        epoch=response.epoch if response.HasField("epoch") else None,
     )
 
 

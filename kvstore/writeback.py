@@ -11,21 +11,22 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from kvstore.arena import Arena, SlotState
 from kvstore.disk import DiskTier, Freed, Stored
 from kvstore.errors import DiskError
-from kvstore.eviction import TailEvictor
 from kvstore.host import HostTier
+from kvstore.leaving import Leaving
 from kvstore.lull import Lull
 from kvstore.marks import UnitMarks, mark_of
-from kvstore.namespace import Namespace
 from kvstore.observer import Departure
-from kvstore.pipeline import Batch, Pipeline
+from kvstore.pipeline import Args, Batch, Pipeline, Result
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex
+from kvstore.room import Room
 from kvstore.settings import Policy
 from kvstore.spaces import Space, SpaceTable
+from kvstore.suspects import Suspects
 from kvstore.tickets import TicketDesk
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,6 @@ class Writer:
         self._disk = disk
         self._spaces = spaces
         self._counters = counters
-        self._evictor = TailEvictor(index, policy)
         self._pipeline = Pipeline(disk, self._wake)
         self._lull = Lull(arena.nbytes // 2, self._wake)
         # A dirty block's row is in one of three places, held: queued, under way, or returned.
@@ -61,8 +61,10 @@ class Writer:
         # Those of batches that failed are queued again, in order, once none is under way.
         self._returned: list[int] = []
         self._marks = UnitMarks(index, spaces)
-        self._freed: list[Freed] = []  # gone from the index, not yet from the disk
-        self._suspect: set[int] = set()  # block sizes of which a payload was found damaged
+        self._leaving = Leaving()  # gone from the index, not yet from the disk
+        self._suspects = Suspects(
+            index, host, spaces, self._pipeline, counters, lambda row: self.free(row, Departure.LOST)
+        )
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -71,10 +73,11 @@ class Writer:
         self._error: Exception | None = None  # of a batch; nothing new begins until it is dealt with
         self._failures = 0
         self._carriers: set[asyncio.Task[None]] = set()  # one for each batch under way
+        self._ended = asyncio.Event()  # set, and replaced, with the end of each batch
         self._task: asyncio.Task[None] | None = None
         self.tickets = TicketDesk()
-        self.used_bytes = 0
-        self.on_left: Callable[[int, Departure], None] = lambda row, why: None  # a block leaves the disk
+        self.room = Room(index, disk, spaces, policy, self._evict)
+        self.on_left: Callable[[int, Departure], None] = lambda row, why: None  # a block leaves the store
 
     @property
     def failing(self) -> bool:
@@ -87,8 +90,8 @@ class Writer:
         return len(self._dirty) + self._pipeline.rows + len(self._returned)
 
     def start(self) -> None:
-        """Begin to write. What is too much goes first: the disk may have been given fewer bytes."""
-        self._evict(lambda: self.used_bytes <= self._disk.capacity_bytes)
+        """Begin to write. What is too much goes first."""
+        self.room.keep_within()
         self._task = asyncio.create_task(self._run())
 
     def block(self, row: int) -> None:
@@ -120,23 +123,51 @@ class Writer:
         if self._index.place[row] != NONE:
             self._marks.use(row)
 
+    def keep_uses(self) -> None:
+        """Write down which units were used since they were last on disk."""
+        if self._marks.hurry_uses():
+            self._wake()
+
     def free(self, row: int, why: Departure) -> None:
         """Drop a block from index and tiers; its place on disk is freed behind."""
         index = self._index
+        if index.state[row] == BlockState.PRESENT:
+            self.on_left(row, why)
         if index.place[row] != NONE:
             block_bytes = self._space(row).block_bytes
-            self.on_left(row, why)
-            self._freed.append(Freed(index.hashes[row], block_bytes, index.place[row]))
-            self.used_bytes -= self._disk.stored_bytes(block_bytes, index.length[row])
+            self._leaving.freed.append(Freed(index.hashes[row], block_bytes, index.place[row]))
+            self.room.leave(row)
             self._wake()
         self._marks.drop(row)
         self._host.discard(row)
         index.lose(row)
         self.settle_lost(row)
 
+    def unmark(self, row: int) -> None:
+        """No unit ends at this row any more; its record leaves the disk behind."""
+        index = self._index
+        self._leaving.freed.append(Freed(index.hashes[row], self._space(row).block_bytes, None))
+        self._marks.drop(row)
+        index.unmark(row)
+        self.tickets.settle(mark_of(row), durable=False)
+        self._wake()
+
+    def gone(self) -> asyncio.Future[None]:
+        """Done once all that was freed so far has left the disk; cancelled if the store closes before."""
+        return self._leaving.gone()
+
+    def carries(self, row: int) -> bool:
+        """Whether this row's block or mark is on its way to the disk right now."""
+        return self._pipeline.carries(row) or self._marks.writing(row)
+
+    async def batch_ended(self) -> None:
+        """Wait until one of the batches that are under way has ended."""
+        if self._pipeline.batches:
+            await self._ended.wait()
+
     def corrupt(self, row: int) -> None:
         """A block on disk did not verify: it leaves, and those that are missing altogether will."""
-        self._suspect.add(self._space(row).block_bytes)
+        self._suspects.add(self._space(row).block_bytes)
         self.free(row, Departure.CORRUPT)
         self._wake()
 
@@ -152,13 +183,13 @@ class Writer:
         self._idle.clear()
         self._work.set()
 
-    async def add_namespace(self, namespace: Namespace) -> tuple[int, bytes]:
-        """Id and digest of a namespace, catalogued. Raises ``DiskError``."""
-        return await self._pipeline.add_namespace(namespace)
+    async def record(self, work: Callable[[*Args], Result], *args: *Args) -> Result:
+        """Run some work on the catalogue in the one thread that touches it. Raises what it raises."""
+        return await self._pipeline.record(work, *args)
 
     @property
     def _due(self) -> bool:
-        return bool(self._dirty or self._marks or self._freed or self._suspect)
+        return bool(self._dirty or self._marks or self._leaving or self._suspects)
 
     @property
     def _may_begin(self) -> bool:
@@ -173,7 +204,7 @@ class Writer:
             return False
         if self._pipeline.writing:
             return bool(self._dirty) and len(self._dirty) >= self._disk.batch_blocks(self._next_bytes)
-        return bool(self._dirty or self._freed or self._suspect or not self._pipeline.batches)
+        return bool(self._dirty or self._leaving or self._suspects or not self._pipeline.batches)
 
     @property
     def _next_bytes(self) -> int:
@@ -203,20 +234,19 @@ class Writer:
     def _begin(self) -> bool:
         """Send the next batch on its way; False if that has to wait for those under way."""
         rows = self._take_batch()
-        need = self._disk_bytes(rows)
-        if not self._make_room(rows, need):
+        need = self._pipeline.nbytes + self.room.need(rows)
+        if rows and not self.room.make(self._space(next(iter(rows))).block_bytes, need):
             self._release(rows, again=True)
             self._dirty.extendleft(reversed(rows))
             if not self._pipeline.batches:
                 self._error = DiskError(
-                    f"disk: {need} more bytes do not fit beside {self.used_bytes} that are held by leases;"
-                    " raise disk_bytes"
+                    f"disk: {need} more bytes do not fit beside {self.room.used_bytes} that are held by"
+                    " leases; raise disk_bytes"
                 )
             return False
         layout = self._space(next(iter(rows))).layout if rows else None
         blocks = [self._host.new_block(row, slot) for row, slot in rows.items()]
-        batch = Batch(rows, layout, blocks, need, self._freed)
-        self._freed = []
+        batch = Batch(rows, layout, blocks, self.room.need(rows), self._leaving.take())
         self._pipeline.enter(batch)
         carrier = asyncio.create_task(self._carry(batch))
         self._carriers.add(carrier)
@@ -238,8 +268,10 @@ class Writer:
         if error is not None:
             self._error = self._error or error
             self._returned += batch.rows
-            self._freed = batch.freed + self._freed
+            self._leaving.put_back(batch.leaving)
         self._pipeline.leave(batch, failed=error is not None)
+        self._ended.set()
+        self._ended = asyncio.Event()
         self._host.notify_room()
         self._wake()
 
@@ -251,8 +283,8 @@ class Writer:
 
     async def _write(self, batch: Batch) -> bool:
         """True if the disk did something."""
-        busy = bool(batch.rows or batch.freed)
-        await self._drop_missing()
+        busy = bool(batch.rows or batch.leaving)
+        await self._suspects.look()
         stored = await self._pipeline.place(batch)
         units = self._marks.take(batch.rows)
         durable = False
@@ -321,63 +353,22 @@ class Writer:
             self._arena.hold(batch[row])
         return batch
 
-    def _disk_bytes(self, rows: Collection[int]) -> int:
-        """What a batch's blocks take of the disk at most."""
-        return sum(
-            self._disk.stored_bytes(size, size) for size in (self._space(row).block_bytes for row in rows)
-        )
-
-    def _make_room(self, rows: dict[int, int], need: int) -> bool:
-        if not rows:
-            return True
-        limit = self._disk.limit_bytes(self._space(next(iter(rows))).block_bytes)
-        return self._evict(lambda: self.used_bytes + self._pipeline.nbytes + need <= limit)
-
-    def _evict(self, enough: Callable[[], bool]) -> bool:
-        def drop(row: int) -> None:
-            self._counters["disk_evicted_blocks"] += 1
-            self.free(row, Departure.CAPACITY)
-
-        return self._evictor.evict(enough, drop)
-
-    async def _drop_missing(self) -> None:
-        """With one payload its whole file may be gone: better known now than block by block."""
-        while self._suspect:
-            size = self._suspect.pop()
-            index = self._index
-            rows = {
-                index.place[row]: row
-                for row in index
-                if index.place[row] != NONE and self._space(row).block_bytes == size
-            }
-            try:
-                missing = await self._pipeline.missing(size, list(rows))
-            except BaseException:
-                self._suspect.add(size)
-                raise
-            # A row may mean another block by now; and what is being read says itself how that ends.
-            lost = [rows[place] for place in missing if index.place[rows[place]] == place]
-            lost = [row for row in lost if self._space(row).block_bytes == size]
-            lost = [row for row in lost if not self._host.is_reading(row)]
-            for row in lost:
-                self.free(row, Departure.LOST)
-            if lost:
-                self._counters["lost_payloads"] += len(lost)
-                log.error("event=payloads_lost count=%d block_bytes=%d", len(lost), size)
+    def _evict(self, row: int) -> None:
+        self._counters["disk_evicted_blocks"] += 1
+        self.free(row, Departure.CAPACITY)
 
     def _written(self, row: int, slot: int, at: Stored) -> None:
         index = self._index
         index.place[row], index.page[row] = at.place
         index.length[row] = at.length
         index.codec[row], index.checksum[row] = at.codec, at.checksum
-        self.used_bytes += self._disk.stored_bytes(self._space(row).block_bytes, at.length)
+        self.room.enter(row)
         self._arena.clean(slot)
         self.tickets.settle(row, durable=True)
 
     async def close(self, seconds: float) -> bool:
         """Write what is dirty, at most for ``seconds``; True if all of it is durable."""
-        if self._marks.hurry_uses():
-            self._wake()
+        self.keep_uses()
         self._closing.set()
         self._lull.close()
         try:
@@ -390,4 +381,5 @@ class Writer:
             await self._task  # not cancelled: a thread may be reading the slots of a batch
         await self._pipeline.close()
         self.tickets.settle_all()
+        self._leaving.cancel()
         return not self._due

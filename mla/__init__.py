@@ -5,7 +5,7 @@ from mla.cache import LatentCache
 from mla.errors import PoolFull, Unsupported
 from mla.pool import LatentPool
 from mla.session import Session
-from mla.usage import Generation, Usage
+from mla.usage import Generation, Prefilled, Usage
 
 __all__ = [
     "Generation",
@@ -13,6 +13,7 @@ __all__ = [
     "LatentPool",
     "ModelInfo",
     "PoolFull",
+    "Prefilled",
     "Session",
     "Unsupported",
     "Usage",

@@ -28,7 +28,8 @@ class LatentPool:
 
     Invariants, under ``_lock``: every block is in exactly one of ``_free`` (no references,
     no hash), ``_idle`` (no references, a hash; least recently used first) and the blocks
-    with ``_references > 0``; ``_hash_of`` and ``_block_of`` are inverse to each other.
+    with ``_references > 0``; ``_hash_of`` and ``_block_of`` are inverse to each other, and
+    ``_namespace_of`` knows the blocks of ``_hash_of``.
     """
 
     def __init__(self, layout: LatentLayout, num_blocks: int, device: str | torch.device = "cpu") -> None:
@@ -56,6 +57,7 @@ class LatentPool:
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._namespace_of: dict[int, bytes] = {}
 
     @property
     def available(self) -> int:
@@ -96,8 +98,10 @@ class LatentPool:
                     return index
             return len(hashes)
 
-    def register(self, block: int, block_hash: bytes) -> bool:
+    def register(self, block: int, block_hash: bytes, namespace: bytes = b"") -> bool:
         """Make a full, referenced block findable. False if the hash or the block has a partner already.
+
+        ``namespace`` is whose hash it is, for ``forget``.
 
         Raises ``InvalidArgument`` for a block that is not referenced.
         """
@@ -107,6 +111,7 @@ class LatentPool:
                 return False
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            self._namespace_of[block] = namespace
             return True
 
     def retain(self, blocks: Iterable[int]) -> None:
@@ -152,6 +157,14 @@ class LatentPool:
                 block = self._block_of.get(block_hash)
                 if block is not None:
                     self._forget(block)
+
+    def forget(self, namespace: bytes) -> int:
+        """Forget every hash of a namespace; how many. Referenced blocks stay allocated."""
+        with self._lock:
+            blocks = [block for block, owner in self._namespace_of.items() if owner == namespace]
+            for block in blocks:
+                self._forget(block)
+            return len(blocks)
 
     def clear(self) -> None:
         """Forget every hash."""
@@ -213,11 +226,15 @@ class LatentPool:
 
     def _evict_oldest(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        del self._block_of[self._hash_of.pop(block)]
+        self._unregister(block)
         return block
 
-    def _forget(self, block: int) -> None:
+    def _unregister(self, block: int) -> None:
         del self._block_of[self._hash_of.pop(block)]
+        del self._namespace_of[block]
+
+    def _forget(self, block: int) -> None:
+        self._unregister(block)
         if block in self._idle:
             del self._idle[block]
             self._free.append(block)

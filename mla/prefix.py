@@ -59,7 +59,7 @@ class PrefixLoader:
             self._pool.release(fresh)
             raise
         for block, block_hash in zip(fresh[:loaded], hashes[first:], strict=False):
-            self._pool.register(block, block_hash)
+            self._pool.register(block, block_hash, namespace)
         self._pool.release(fresh[loaded:])
         blocks = self._round(taken + fresh[:loaded])
         return Prefix(blocks, _tiers(len(blocks), first, disk_blocks))

@@ -34,7 +34,7 @@ from mla.pool import LatentPool
 from mla.prefix import Prefix, PrefixLoader
 from mla.rope import check_rope_length
 from mla.storing import StoreJob, StoreQueue
-from mla.usage import Generation, Usage
+from mla.usage import Generation, Prefilled, Usage
 
 Result = TypeVar("Result")
 
@@ -111,6 +111,7 @@ class Session:
         self._opened: Namespace | None = None
         self._digest: bytes | None = None  # of _opened, once the store has told it
         self._local_key = b""  # in its stead while the store is away
+        self._epochs: dict[bytes, int] = {}  # by digest, of what the pool has of it
         self.pool = LatentPool(info.layout, -(-pool_tokens // size), model.device)
         self._loader = PrefixLoader(self.pool, align=self._align, timeout=load_timeout)
         self._queue = StoreQueue(self.pool, store, deadline=store_deadline) if store is not None else None
@@ -153,6 +154,36 @@ class Session:
             if request.job is not None:
                 request.job.finish()
 
+    def prefill(self, input_ids: Tokens | Tensor, timeout: float = 60.0) -> Prefilled:
+        """Have a prompt's whole blocks stored, and answer nothing. Waits for the store, not for its disk.
+
+        What is stored already, unit or not, is loaded and not computed again; of a prompt whose
+        unit is there nothing is even loaded, and nothing is done while the store is away. Raises
+        ``InvalidTokens``, ``Unsupported`` for one that is longer than the rope allows, and ``PoolFull``.
+        """
+        tokens = as_tokens(_flat(input_ids))
+        check_rope_length(self._info.max_tokens, len(tokens))
+        request = self._open(tokens)
+        whole, match = request.stored_until, request.match
+        if match.unit_blocks * self._block >= whole:
+            return Prefilled(len(tokens), 0, whole)
+        job = request.job
+        if job is None:
+            return Prefilled(len(tokens), 0, 0)
+        request.usable = request.hashes[: whole // self._block]
+        stored = min(match.stored_blocks * self._block, whole)
+        request.match = replace(match, blocks=(stored - stored % self._align) // self._block)
+        prefix = self._prefix(request, Decoding(rows=1, new_tokens=0))
+        start = len(prefix.blocks) * self._block
+        try:
+            with LatentCache.from_prefix(self.pool, prefix.blocks, start) as cache, torch.inference_mode():
+                self._prefill(request, cache)
+                self._forward(request, cache, cache.tokens, whole)
+                self._keep(request, cache, whole)
+        finally:
+            job.finish()
+        return Prefilled(len(tokens), whole - start, job.wait(timeout) * self._block)
+
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until what was generated since the last call is on disk; False if some of it is not."""
         return self._queue is not None and self._queue.flush(timeout)
@@ -175,6 +206,7 @@ class Session:
         match = Match(reason=MissReason.UNAVAILABLE)
         if digest is not None:
             match = self._guard("match", lambda: self._match(digest, hashes, len(tokens)), match)
+            self._follow(digest, match.epoch)
         whole = len(tokens) - len(tokens) % self._align
         usable = hashes[: (len(tokens) - 1) // self._align * self._align // self._block]
         units = _units(match.persist_points, whole, self._block)
@@ -184,7 +216,7 @@ class Session:
                 self._counters["store_unavailable"] += 1
                 self._queue.note_lost()
             else:
-                request.job = self._queue.job(lambda: key)
+                request.job = self._queue.job(lambda: key, epoch=match.epoch)
         return request
 
     def _open_namespace(self) -> bytes | None:
@@ -206,6 +238,12 @@ class Session:
         except NamespaceUnknown:
             self._digest = None  # the data directory is another one: open it with the next request
             raise
+
+    def _follow(self, digest: bytes, epoch: int | None) -> None:
+        """What was deleted from the store leaves the pool too, with all else of its namespace."""
+        if epoch is not None and epoch != self._epochs.get(digest):
+            self._counters["forgotten_blocks"] += self.pool.forget(digest)
+            self._epochs[digest] = epoch
 
     def _prefix(self, request: _Request, decoding: Decoding) -> Prefix:
         taken = self._loader.take(request.usable)
@@ -243,13 +281,16 @@ class Session:
 
     def _prefill(self, request: _Request, cache: LatentCache) -> None:
         """Forward whole chunks, which end at absolute multiples of the chunk; decoding does the rest."""
-        forward = self._model.base_model
-        name = cache_argument(self._model)
         start = cache.tokens
         while (stop := start - start % self._chunk + self._chunk) < len(request.tokens):
-            forward(input_ids=self._tensor(request.tokens[start:stop]), use_cache=True, **{name: cache})
+            self._forward(request, cache, start, stop)
             self._keep(request, cache, stop)
             start = stop
+
+    def _forward(self, request: _Request, cache: LatentCache, start: int, stop: int) -> None:
+        if start < stop:
+            ids = self._tensor(request.tokens[start:stop])
+            self._model.base_model(input_ids=ids, use_cache=True, **{cache_argument(self._model): cache})
 
     def _decode(
         self,
@@ -288,7 +329,7 @@ class Session:
         if not blocks:
             return
         for block, block_hash in zip(blocks, hashes, strict=True):
-            self.pool.register(block, block_hash)
+            self.pool.register(block, block_hash, request.key)
         if request.job is not None:
             request.job.add(hashes, blocks, request.units)
         request.queued = until

@@ -28,7 +28,7 @@ Block = TypeVar("Block")  # how the pool names a block
 BlockIn = TypeVar("BlockIn", contravariant=True)
 Namer = Callable[[], bytes]
 
-RESERVE_BLOCKS = 32  # blocks of one Reserve, and so of one Commit
+RESERVE_BLOCKS = 64  # blocks of one Reserve, and so of one Commit; each call costs about half a copied block
 COPY_BLOCKS = 8  # blocks that are copied at once; whoever needs the pool blocks waits for so many
 RETRY_SECONDS = 0.02
 END_SECONDS = 1.0  # for the thread to notice that it is over
@@ -99,8 +99,11 @@ class StoreJob(Generic[Block]):
     by it; the rest belongs to the queue's thread.
     """
 
-    def __init__(self, owner: StoreQueue[Block], namespace: Namer, parent: bytes, depth: int) -> None:
+    def __init__(
+        self, owner: StoreQueue[Block], namespace: Namer, parent: bytes, depth: int, epoch: int | None
+    ) -> None:
         self.namespace = namespace
+        self.epoch = epoch
         self._owner = owner
         self.lease = 0
         self.parent = parent
@@ -153,12 +156,15 @@ class StoreQueue(Generic[Block]):
         with self._lock:
             return self._counters.copy()
 
-    def job(self, namespace: Namer, parent: bytes = ROOT, depth: int = 0) -> StoreJob[Block]:
+    def job(
+        self, namespace: Namer, parent: bytes = ROOT, depth: int = 0, *, epoch: int | None = None
+    ) -> StoreJob[Block]:
         """A job for one request, whose first ``depth`` blocks, ``parent`` the last, are stored.
 
         ``namespace`` gives its digest; it is called on the queue's thread, and may open it.
+        ``epoch`` is that of the request's Match: what is deleted meanwhile does not come back.
         """
-        return StoreJob(self, namespace, parent, depth)
+        return StoreJob(self, namespace, parent, depth, epoch)
 
     def put(
         self,
@@ -293,7 +299,7 @@ class StoreQueue(Generic[Block]):
 
     def _store_next(self, job: StoreJob[Block], piece: _Piece[Block], done: int) -> bool:
         hashes = piece.hashes[done : done + RESERVE_BLOCKS]
-        answer = self._store.reserve(job.namespace(), job.parent, hashes, lease=job.lease)
+        answer = self._store.reserve(job.namespace(), job.parent, hashes, lease=job.lease, epoch=job.epoch)
         job.lease = answer.lease
         filled: list[bytes] = []
         for start, datas in _runs(answer.blocks):

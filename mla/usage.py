@@ -22,6 +22,15 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Tokens of a prompt that was prefilled ahead: how many were computed, and how many are stored now."""
+
+    tokens: int
+    computed_tokens: int
+    stored_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """Result of ``Session.generate``.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from server.commands import check, config, plan, serve, status
+from server.commands import check, config, explain, plan, serve, status, token, warm
 
 app = typer.Typer(
     help="A tiered store for the prefix caches of MLA models.",
@@ -22,7 +22,10 @@ app.command()(serve.serve)
 app.command()(check.check)
 app.command()(status.status)
 app.command()(status.top)
+app.command("explain")(explain.explain_prompt)
+app.command()(token.token)
 app.command("plan")(plan.plan_sizes)
+app.command()(warm.warm)
 app.add_typer(config.app, name="config")
 
 

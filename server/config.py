@@ -6,7 +6,6 @@ whose message is one line that names the setting, its value and where it came fr
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import tomllib
 from collections.abc import Mapping
@@ -21,12 +20,12 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from kvstore.address import UNIX, Address
 from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.settings import CodecName, PayloadKind, Policy, StoreSettings
 from kvstore.units import DEFAULT_INTERVAL
 
 ENV_PREFIX = "LATENTKV_"
-UNIX = "unix://"
 ARENA_SUFFIX = ".arena"  # the handover socket lies beside the gRPC socket
 _MAX_SOCKET_PATH = 107 - len(ARENA_SUFFIX)  # sun_path holds 108 bytes with its final zero
 
@@ -35,47 +34,22 @@ class ConfigError(KVStoreError):
     """A setting is missing or wrong; the message is one line."""
 
 
-def _check_http(address: str) -> str:
-    _host_of(address)
-    return address
-
-
-def _host_of(address: str) -> str:
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdecimal() or int(port) > 65535:
+def _check_http(http: str) -> str:
+    if "/" in http or Address.parse(http).path:
         raise ValueError("write host:port")
-    return host
+    return http
 
 
 def _check_listen(listen: str) -> str:
-    if listen.startswith(UNIX):
-        _check_socket_path(listen.removeprefix(UNIX))
-        return listen
-    try:
-        host = _host_of(listen)
-    except ValueError:
-        raise ValueError("write unix:///path or host:port") from None
-    if not _is_loopback(host):
+    address = Address.parse(listen)
+    if len(os.fsencode(address.path)) > _MAX_SOCKET_PATH:
+        raise ValueError(f"the socket's path is longer than {_MAX_SOCKET_PATH} bytes; choose a shorter one")
+    if not (address.local or address.tls):
         raise ValueError(
-            "only loopback addresses are allowed, for the protocol has no authentication yet; use 127.0.0.1"
+            "beyond loopback only TLS is spoken: write tls://host:port and set tls_cert, tls_key and"
+            " credentials, or use 127.0.0.1"
         )
     return listen
-
-
-def _check_socket_path(path: str) -> None:
-    if not path.startswith("/"):
-        raise ValueError("the socket's path must be absolute: unix:///path")
-    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
-        raise ValueError(f"the socket's path is longer than {_MAX_SOCKET_PATH} bytes; choose a shorter one")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def default_listen(data: Path) -> str:
@@ -92,6 +66,10 @@ class Config(BaseSettings):
 
     data: Path
     listen: Annotated[str, AfterValidator(_check_listen)] | None = None
+    credentials: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
     host_bytes: ByteSize = ByteSize(4 << 30)
     disk_bytes: ByteSize = ByteSize(50 << 30)
     interval: int = DEFAULT_INTERVAL
@@ -99,6 +77,8 @@ class Config(BaseSettings):
     codec: CodecName = "raw"
     payloads: PayloadKind = "lmdb"
     ghost_bytes: ByteSize = ByteSize(64 << 20)
+    ttl_seconds: float = 86400.0
+    max_age_seconds: float = 0.0
     lease_seconds: float = 60.0
     drain_seconds: float = Field(default=30.0, gt=0)
     readers: int = 8
@@ -110,7 +90,7 @@ class Config(BaseSettings):
 
     @property
     def address(self) -> str:
-        """Where to listen: ``unix:///path`` or ``host:port``."""
+        """Where to listen: ``unix:///path``, ``host:port`` or ``tls://host:port``."""
         return self.listen or default_listen(self.data)
 
     def store_settings(self) -> StoreSettings:
@@ -136,7 +116,7 @@ def load(flags: Mapping[str, str | None], file: str | None = None) -> Config:
         raise ConfigError(origin.describe(error)) from None
     try:
         config.store_settings()
-        _check_socket_path_of(config)
+        _check_reach(config)
     except (InvalidArgument, ValueError) as error:
         name = str(error).partition("=")[0]
         raise ConfigError(f"{error} ({origin.source(name)})") from None
@@ -149,11 +129,28 @@ def _origin(flags: Mapping[str, str | None], file: str | None) -> _Origin:
     return _Origin(given, named, _read_table(Path(named)) if named else {})
 
 
-def _check_socket_path_of(config: Config) -> None:
+def _check_reach(config: Config) -> None:
+    """Who can reach the daemon must be meant to: settings that only together make sense."""
     try:
-        _check_listen(config.address)
+        address = Address.parse(_check_listen(config.address))
     except ValueError as error:
         raise ValueError(f"listen={config.address!r}: {error}") from None
+    files = {"tls_cert": config.tls_cert, "tls_key": config.tls_key, "tls_client_ca": config.tls_client_ca}
+    if address.tls and not (config.tls_cert and config.tls_key):
+        raise ValueError(f"listen={config.address!r} needs tls_cert and tls_key; set both")
+    if not address.tls and (idle := next((name for name, file in files.items() if file), None)):
+        raise ValueError(
+            f"{idle}={str(files[idle])!r} is of no use without TLS; set listen to tls://host:port"
+        )
+    if not address.local and config.credentials is None:
+        raise ValueError(
+            f"listen={config.address!r} is beyond loopback and needs credentials; set that to a file of them"
+        )
+    if config.credentials and config.http and not Address.parse(config.http).local:
+        raise ValueError(
+            f"http={config.http!r} would show tenants' names and figures to whoever reaches it, in spite of"
+            " credentials; use 127.0.0.1, and a proxy with a login in front"
+        )
 
 
 def _read_table(file: Path) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The handover socket: gives the arena's memfd to workers of this host and learns of their death.
 
-A plain unix stream socket beside the gRPC one. A worker whose uid is ours (or root's)
-gets one line of JSON with the memfd, and then keeps the connection open: its end of
-file is the worker's death, and frees what the worker held.
+A plain unix stream socket beside the gRPC one. A process whose uid is known gets one line of
+JSON, with the memfd if its caller may map the arena, and then keeps the connection open: its
+end of file is the worker's death, and frees what the worker held. The token in that line also
+says in gRPC calls whose they are, for gRPC does not tell the uid of a peer.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import socket
 import struct
 from pathlib import Path
 
 from kvstore.arena import Arena
 from kvstore.errors import Unavailable
+from kvstore.leases import Holder
 from kvstore.wire import HANDOVER_VERSION
+from server.credentials import Credentials, Evidence
 from server.events import event
 from server.workers import WorkerTable
 
@@ -31,8 +33,9 @@ _UCRED = struct.Struct("3i")  # pid, uid, gid
 class Handover:
     """Listens on ``path``. Owned by the event loop."""
 
-    def __init__(self, path: Path, arena: Arena, workers: WorkerTable) -> None:
+    def __init__(self, path: Path, arena: Arena, workers: WorkerTable, credentials: Credentials) -> None:
         self._path = path
+        self._credentials = credentials
         self._arena = arena
         self._workers = workers
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -63,27 +66,30 @@ class Handover:
             pid, uid, _ = _UCRED.unpack(
                 connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
             )
-            if uid not in (0, os.getuid()):
+            caller = self._credentials.caller(Evidence(uid=uid))
+            if caller is None:
                 event(log, logging.WARNING, "worker_refused", pid=pid, uid=uid, reason="another user")
                 return
             try:
-                holder = self._workers.admit()
+                holder = self._workers.admit(caller, uid)
             except Unavailable as error:
                 event(log, logging.WARNING, "worker_refused", pid=pid, uid=uid, reason=error)
                 return
             name = holder.token[:4].hex()
-            event(log, logging.INFO, "worker_mapped", worker=name, pid=pid, uid=uid)
+            came = "worker_mapped" if holder.mapped else "worker_known"
+            event(log, logging.INFO, came, worker=name, pid=pid, uid=uid, caller=caller.name)
             try:
-                self._give_arena(connection, holder.token)
+                self._greet(connection, holder)
                 await _end_of_file(connection)
             except OSError as error:
                 event(log, logging.INFO, "worker_lost", worker=name, reason=error.strerror or error)
             self._workers.dismiss(holder)
             event(log, logging.INFO, "worker_gone", worker=name, pid=pid)
 
-    def _give_arena(self, connection: socket.socket, token: bytes) -> None:
-        hello = {"version": HANDOVER_VERSION, "worker": token.hex(), "arena_bytes": self._arena.nbytes}
-        socket.send_fds(connection, [json.dumps(hello).encode() + b"\n"], [self._arena.fd])
+    def _greet(self, connection: socket.socket, holder: Holder) -> None:
+        nbytes, descriptors = (self._arena.nbytes, [self._arena.fd]) if holder.mapped else (0, [])
+        hello = {"version": HANDOVER_VERSION, "worker": holder.token.hex(), "arena_bytes": nbytes}
+        socket.send_fds(connection, [json.dumps(hello).encode() + b"\n"], descriptors)
 
     async def close(self) -> None:
         """Stop, keeping what connected workers hold: the store must be closed by now.

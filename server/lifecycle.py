@@ -12,6 +12,7 @@ import socket
 import stat
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -19,12 +20,15 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore import wire
+from kvstore.address import UNIX, Address
 from kvstore.errors import KVStoreError
 from kvstore.observer import Observer
 from kvstore.settings import StoreSettings
 from kvstore.store import Store
 from kvstore.v1 import kvstore_pb2_grpc, operator_pb2_grpc
-from server.config import ARENA_SUFFIX, UNIX, Config
+from server.access import Identifying
+from server.config import ARENA_SUFFIX, Config
+from server.credentials import CredentialFile, Credentials, CredentialsError, Unguarded
 from server.decoding import Decoding
 from server.events import event
 from server.faults import FaultLog
@@ -35,6 +39,7 @@ from server.operators import OPERATOR, OperatorService
 from server.pages import Pages
 from server.service import KVStoreService
 from server.tally import Tally, Worth
+from server.tls import server_credentials
 from server.web import WebServer
 from server.workers import WorkerTable
 
@@ -70,6 +75,7 @@ class Daemon:
         self._config = config
         self._open_store = open_store
         self._address = config.address
+        self._credentials: Credentials = Unguarded()
         self._health = Health()
         self._tally = Tally(Worth(config.prefill_rate, config.gpu_hour_price))
         self._faults = FaultLog()
@@ -83,8 +89,13 @@ class Daemon:
         self._sweeping: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT. Raises ``KVStoreError`` when it cannot start."""
+        """Serve until SIGTERM or SIGINT. Raises ``KVStoreError`` when it cannot start.
+
+        SIGHUP reads the credentials again.
+        """
         self._catch_signals()
+        self._open_credentials()
+        self._tls = server_credentials(self._config) if Address.parse(self._address).tls else None
         logging.getLogger().addHandler(self._faults)
         await self._startup()
         try:
@@ -96,6 +107,22 @@ class Daemon:
     def _catch_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+
+    def _open_credentials(self) -> None:
+        """Raises ``CredentialsError``."""
+        if self._config.credentials is None:
+            return
+        file = self._credentials = CredentialFile(self._config.credentials)
+
+        def reload() -> None:
+            try:
+                file.reload()
+            except CredentialsError as error:  # what was known stays in force
+                event(log, logging.ERROR, "credentials_refused", reason=error)
+            else:
+                event(log, logging.INFO, "credentials_read", file=self._config.credentials, count=len(file))
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
     async def _startup(self) -> None:
         os.umask(0o077)  # sockets and data are for this user alone
@@ -142,22 +169,47 @@ class Daemon:
             self._sockets.append(each)
 
     async def _listen(self) -> None:
-        self._server = grpc.aio.server(interceptors=[Decoding()], options=_GRPC_OPTIONS)
+        interceptors = [Identifying(self._credentials, self._workers, self._tally), Decoding()]
+        self._server = grpc.aio.server(interceptors=interceptors, options=_GRPC_OPTIONS)
         self._service = KVStoreService(self._store, self._workers, self._tally)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
-        operator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(self._pages), self._server)
+        operator_pb2_grpc.add_OperatorServicer_to_server(
+            OperatorService(self._store, self._pages), self._server
+        )
         reflection.enable_server_reflection(
             (wire.SERVICE, OPERATOR, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         if self._sockets:
             # Before gRPC listens, so that whoever finds the daemon also finds its arena.
-            self._handover = Handover(self._sockets[1], self._store.arena, self._workers)
+            self._handover = Handover(self._sockets[1], self._store.arena, self._workers, self._credentials)
             self._handover.start()
-        self._address = _bind(self._server, self._address)
+        self._address = self._bind(Address.parse(self._address))
+        if self._config.credentials:
+            for path in self._sockets:
+                path.chmod(0o666)  # credentials say who is served, and the directory who gets as far
         await self._server.start()
         self._pages.serve(self._store, self._address)
         await self._health.serve()
+
+    def _bind(self, address: Address) -> str:
+        """Bind; the address with the port that was chosen. Raises ``AddressInUse``."""
+        if address.path:
+            self._server.add_insecure_port(address.target)
+            return str(address)
+        try:
+            # gRPC's own failure would also print a line of its own.
+            family = socket.AF_INET6 if address.host.startswith("[") else socket.AF_INET
+            socket.create_server((address.bare_host, address.port), family=family).close()
+            if self._tls is None:
+                port = self._server.add_insecure_port(address.target)
+            else:
+                port = self._server.add_secure_port(address.target, self._tls)
+            return str(replace(address, port=port))
+        except (OSError, RuntimeError) as error:
+            raise AddressInUse(
+                f"listen={str(address)!r} cannot be bound ({error}); choose another --listen"
+            ) from None
 
     def _announce(self) -> None:
         status, settings = self._store.status(), self._config
@@ -208,25 +260,6 @@ class Daemon:
         for path in self._sockets:
             path.unlink(missing_ok=True)
         event(log, logging.INFO, "stopped", address=self._address)
-
-
-def _bind(server: grpc.aio.Server, address: str) -> str:
-    """Bind; the address with the port that was chosen. Raises ``AddressInUse``."""
-    if _is_unix(address):
-        server.add_insecure_port(f"unix:{address.removeprefix(UNIX)}")
-        return address
-    host, _, port = address.rpartition(":")
-    try:
-        # gRPC's own failure would also print a line of its own.
-        family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-        socket.create_server((host.strip("[]"), int(port)), family=family).close()
-        return f"{host}:{server.add_insecure_port(address)}"
-    except (OSError, RuntimeError) as error:
-        raise AddressInUse(f"listen={address!r} cannot be bound ({error}); choose another --listen") from None
-
-
-def _is_unix(address: str) -> bool:
-    return address.startswith(UNIX)
 
 
 def remove_stale_socket(path: Path) -> None:

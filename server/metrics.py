@@ -26,6 +26,8 @@ COUNTERS = {
     "written_blocks": "Blocks written to disk",
     "disk_read_blocks": "Blocks read from disk",
     "disk_evicted_blocks": "Blocks evicted from a full disk",
+    "expired_blocks": "Blocks that were not used for too long, or stored too long ago",
+    "deleted_blocks": "Blocks that an operator deleted",
     "host_evicted_blocks": "Blocks whose place in the arena was given to another",
     "host_lost_blocks": "Blocks that left a full arena unwritten, for the disk failed",
     "checksum_failures": "Payloads that did not verify; each was a miss",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from kvstore.api import Status, Tier
 from kvstore.survey import NamespaceSurvey, Survey, UnitSurvey
+from kvstore.trail import Trail
 from kvstore.units import UnitKind
 from server.faults import Fault
 from server.history import Sample
@@ -167,7 +169,7 @@ def unit_report(unit: UnitSurvey) -> UnitReport:
         hash=unit.hash[:6].hex(),
         tenant=unit.namespace.tenant,
         model=unit.namespace.model,
-        kinds=[str(kind.name).lower() for kind in UnitKind(unit.kinds)],
+        kinds=_kinds(unit.kinds),
         tokens=unit.tokens,
         nbytes=unit.nbytes,
         hits=unit.hits,
@@ -175,3 +177,24 @@ def unit_report(unit: UnitSurvey) -> UnitReport:
         created=unit.created,
         used=unit.used,
     )
+
+
+def trail_report(trail: Trail) -> dict[str, Any]:
+    """A trail in its JSON form: blocks of the match, the units by their ends in tokens."""
+    match = trail.match
+    return {
+        "blocks": match.blocks,
+        "host_blocks": match.host_blocks,
+        "disk_blocks": match.disk_blocks,
+        "unit_blocks": match.unit_blocks,
+        "stored_blocks": match.stored_blocks,
+        "seen_blocks": trail.seen,
+        "reason": match.reason.value,
+        "units": [asdict(unit) | {"kinds": _kinds(unit.kinds)} for unit in trail.units],
+        "beyond": list(trail.beyond),
+        "gone": asdict(trail.gone) if trail.gone is not None else None,
+    }
+
+
+def _kinds(kinds: int) -> list[str]:
+    return [str(kind.name).lower() for kind in UnitKind(kinds)]

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -23,7 +23,8 @@ from kvstore.loading import LoadStream
 from kvstore.spaces import Space
 from kvstore.store import Store
 from kvstore.v1 import kvstore_pb2 as pb
-from server.events import event
+from server.access import Access
+from server.refusals import refuse
 from server.streams import Context, Upload, announce_slots, send_blocks
 from server.tally import Tally
 from server.workers import WorkerTable, require_lease_room
@@ -63,17 +64,9 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
             if step is not None:
                 service.tally.took(step, time.monotonic() - began)
             return response
-        return await _refuse(service, verb, context, failure)
+        return await refuse(service.tally, verb, context, failure)
 
     return answer
-
-
-async def _refuse(service: KVStoreService, verb: str, context: Context, failure: KVStoreError) -> NoReturn:
-    code, details, trailing = wire.status_of_error(failure)
-    service.tally.answered(verb, code.name)
-    event(log, logging.INFO, "call_refused", verb=verb, status=code.name, error=type(failure).__name__)
-    event(log, logging.DEBUG, "call_refused_because", verb=verb, details=details)
-    await context.abort(code, details, trailing)
 
 
 class KVStoreService:
@@ -82,6 +75,7 @@ class KVStoreService:
     def __init__(self, store: Store, workers: WorkerTable, tally: Tally) -> None:
         self._store = store
         self._workers = workers
+        self._access = Access(store)
         self.tally = tally
         self._draining = False
 
@@ -98,12 +92,12 @@ class KVStoreService:
     async def OpenNamespace(
         self, request: pb.OpenNamespaceRequest, context: Context
     ) -> pb.OpenNamespaceResponse:
-        digest = await self._store.open_namespace(wire.namespace_of(request))
+        digest = await self._store.open_namespace(self._access.require(wire.namespace_of(request)))
         return pb.OpenNamespaceResponse(digest=digest)
 
     @answered
     async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:
-        space = self._store.space(wire.digest(request.namespace))
+        space = self._access.space(request.namespace)
         match = self._store.match(
             space.digest,
             wire.hashes_of(request.hashes),
@@ -125,9 +119,9 @@ class KVStoreService:
         self, start: pb.LoadStart, requests: AsyncIterator[pb.LoadRequest], context: Context
     ) -> None:
         hashes = wire.hashes_of(start.hashes)
-        space = self._store.space(wire.digest(start.namespace))
+        space = self._access.space(start.namespace)
         began = time.monotonic()
-        with self._workers.streaming(wire.worker_of(start.worker)) as holder:
+        with self._workers.streaming(self._access.worker(start.worker)) as holder:
             require_lease_room(holder)
             stream = self._store.load(holder, space.digest, hashes, start.first, wire.readers_of(start))
             whole = False
@@ -152,15 +146,16 @@ class KVStoreService:
 
     @answered
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
-        holder = self._workers.holder(wire.worker_of(request.worker))
+        holder = self._workers.holder(self._access.worker(request.worker))
         if not request.lease:
             require_lease_room(holder)
         reserved = self._store.reserve(
             holder,
-            wire.digest(request.namespace),
+            self._access.space(request.namespace).digest,
             wire.digest(request.parent),
             wire.hashes_of(request.hashes),
             request.lease,
+            request.epoch if request.HasField("epoch") else None,
         )
         return pb.ReserveResponse(
             lease=reserved.lease,
@@ -173,7 +168,7 @@ class KVStoreService:
         first = await anext(aiter(requests), None)
         if first is None:
             return pb.UploadResponse()
-        worker = wire.worker_of(first.worker)
+        worker = self._access.worker(first.worker)
         if worker.mapped:
             raise InvalidArgument(
                 "a worker that maps the arena fills its slots there; Upload is for the others"
@@ -187,7 +182,7 @@ class KVStoreService:
 
     @answered
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
-        worker = wire.worker_of(request.worker)
+        worker = self._access.worker(request.worker)
         holder = self._workers.holder(worker)
         hashes = wire.hashes_of(request.hashes)
         units = wire.marks_of(request.units)
@@ -198,11 +193,11 @@ class KVStoreService:
 
     @answered
     async def Durable(self, request: pb.DurableRequest, context: Context) -> pb.DurableResponse:
-        return pb.DurableResponse(durable=await self._store.durable(request.ticket))
+        return pb.DurableResponse(durable=await self._store.durable(self._access.ticket(request.ticket)))
 
     @answered
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
-        worker = wire.worker_of(request.worker)
+        worker = self._access.worker(request.worker)
         self._store.release(self._workers.holder(worker), request.lease)
         self._workers.forget_uploads(worker, request.lease)
         return pb.ReleaseResponse()
@@ -210,4 +205,5 @@ class KVStoreService:
     @answered
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         status = self._store.status()
-        return wire.status_response(replace(status, counters=status.counters | self.tally.call_counters()))
+        whole = replace(status, counters=status.counters | self.tally.call_counters())
+        return wire.status_response(self._access.status(whole))

@@ -15,7 +15,7 @@ from kvstore.leases import Holder
 from kvstore.loading import LoadStream
 from kvstore.store import Store
 from kvstore.v1 import kvstore_pb2 as pb
-from server.workers import WorkerTable
+from server.workers import Worker, WorkerTable
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -88,7 +88,7 @@ class Upload:
     lease that expires between two pieces cannot let one land in a slot of another block.
     """
 
-    def __init__(self, store: Store, workers: WorkerTable, worker: wire.WorkerId, lease: int) -> None:
+    def __init__(self, store: Store, workers: WorkerTable, worker: Worker, lease: int) -> None:
         self._store = store
         self._workers = workers
         self._worker = worker

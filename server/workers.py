@@ -2,7 +2,8 @@
 
 A mapped worker is known while its handover connection lives. Any other is known by a
 token of its own making, from its first call until it was silent for ``idle_seconds``;
-everything it held has expired by then.
+everything it held has expired by then. A worker is its caller's: the same token from
+another caller names another worker, or none.
 """
 
 from __future__ import annotations
@@ -16,11 +17,30 @@ from dataclasses import dataclass, field
 from kvstore.errors import NotReserved, Unavailable
 from kvstore.leases import Holder
 from kvstore.store import Store
-from kvstore.wire import TOKEN_BYTES, StaleWorker, WorkerId
+from kvstore.wire import TOKEN_BYTES, StaleWorker
+from server.credentials import Caller
 
 MAX_REMOTE = 4096
 MAX_MAPPED = 512  # each takes a descriptor for its life
 MAX_LEASES = 4096  # of one worker; an engine has one a request
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Which worker a call names: by a token, among the workers of whoever calls."""
+
+    caller: Caller
+    token: bytes
+    mapped: bool  # whether the token is from the handover socket
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Local:
+    """A process at the handover socket."""
+
+    holder: Holder
+    caller: Caller
+    uid: int
 
 
 @dataclass(eq=False)
@@ -43,51 +63,62 @@ class WorkerTable:
     def __init__(self, store: Store, *, idle_seconds: float) -> None:
         self._store = store
         self._idle_seconds = idle_seconds
-        self._mapped: dict[bytes, Holder] = {}
-        self._remote: dict[bytes, _Remote] = {}
+        self._local: dict[bytes, _Local] = {}
+        self._remote: dict[tuple[Caller, bytes], _Remote] = {}
 
-    def admit(self) -> Holder:
-        """A new mapped worker. Raises ``Unavailable`` when there are too many."""
-        if len(self._mapped) >= MAX_MAPPED:
+    def admit(self, caller: Caller, uid: int) -> Holder:
+        """A process at the handover socket: a mapped worker, if its caller may map.
+
+        Raises ``Unavailable`` when there are too many.
+        """
+        if len(self._local) >= MAX_MAPPED:
             raise Unavailable(f"{MAX_MAPPED} workers map the arena already; try again later")
-        holder = self._store.connect(secrets.token_bytes(TOKEN_BYTES), mapped=True)
-        self._mapped[holder.token] = holder
+        holder = self._store.connect(secrets.token_bytes(TOKEN_BYTES), mapped=caller.maps)
+        self._local[holder.token] = _Local(holder, caller, uid)
         return holder
 
     def dismiss(self, holder: Holder) -> None:
-        """A mapped worker has died: everything it held is free."""
-        del self._mapped[holder.token]
+        """A process at the handover socket has died: everything it held is free."""
+        del self._local[holder.token]
         self._store.disconnect(holder)
 
     def is_gone(self, holder: Holder) -> bool:
         """Whether it is a mapped worker that was dismissed."""
-        return holder.mapped and holder.token not in self._mapped
+        return holder.mapped and holder.token not in self._local
 
-    def holder(self, worker: WorkerId) -> Holder:
+    def uid_of(self, token: str) -> int | None:
+        """The uid of the process that got this token (in hex) at the handover socket, while it lives."""
+        try:
+            local = self._local.get(bytes.fromhex(token))
+        except ValueError:
+            return None
+        return None if local is None else local.uid
+
+    def holder(self, worker: Worker) -> Holder:
         """The worker's holder. Raises ``StaleWorker``, and ``Unavailable`` when there are too many."""
         if not worker.mapped:
             return self._remote_of(worker).holder
-        holder = self._mapped.get(worker.token)
-        if holder is None:
+        local = self._local.get(worker.token)
+        if local is None or not local.holder.mapped or local.caller != worker.caller:
             raise StaleWorker(
                 f"worker {worker.token[:4].hex()} has no handover connection here; open it again"
             )
-        return holder
+        return local.holder
 
-    def _remote_of(self, worker: WorkerId) -> _Remote:
-        remote = self._remote.get(worker.token)
+    def _remote_of(self, worker: Worker) -> _Remote:
+        remote = self._remote.get((worker.caller, worker.token))
         if remote is None:
             if len(self._remote) >= MAX_REMOTE:
                 self._forget(lambda known: not known.holder.leases)  # they lose nothing
             if len(self._remote) >= MAX_REMOTE:
                 raise Unavailable(f"{MAX_REMOTE} workers are connected already; try again later")
             remote = _Remote(self._store.connect(worker.token, mapped=False), 0.0)
-            self._remote[worker.token] = remote
+            self._remote[worker.caller, worker.token] = remote
         remote.seen = time.monotonic()
         return remote
 
     @contextmanager
-    def streaming(self, worker: WorkerId) -> Iterator[Holder]:
+    def streaming(self, worker: Worker) -> Iterator[Holder]:
         """The worker's holder, kept while a stream is open however long that is silent."""
         if worker.mapped:
             yield self.holder(worker)
@@ -100,7 +131,7 @@ class WorkerTable:
             remote.streams -= 1
             remote.seen = time.monotonic()
 
-    def note_upload(self, worker: WorkerId, lease: int, block: bytes, *, whole: bool) -> None:
+    def note_upload(self, worker: Worker, lease: int, block: bytes, *, whole: bool) -> None:
         """Bytes of a reserved block came from a worker, wholly or in part."""
         uploaded = self._remote_of(worker).uploaded
         if whole:
@@ -108,7 +139,7 @@ class WorkerTable:
         else:
             uploaded.discard((lease, block))
 
-    def require_uploaded(self, worker: WorkerId, lease: int, hashes: Sequence[bytes]) -> None:
+    def require_uploaded(self, worker: Worker, lease: int, hashes: Sequence[bytes]) -> None:
         """Raises ``NotReserved`` unless the blocks have bytes; a mapped worker answers for its own."""
         if worker.mapped:
             return
@@ -119,9 +150,9 @@ class WorkerTable:
                     f"block {block[:6].hex()} was not uploaded under lease {lease}; upload it first"
                 )
 
-    def forget_uploads(self, worker: WorkerId, lease: int, hashes: Sequence[bytes] | None = None) -> None:
+    def forget_uploads(self, worker: Worker, lease: int, hashes: Sequence[bytes] | None = None) -> None:
         """These blocks (all, if not named) of a lease were committed or given up."""
-        remote = self._remote.get(worker.token)
+        remote = self._remote.get((worker.caller, worker.token))
         if remote is not None and not worker.mapped:
             gone = remote.uploaded if hashes is None else {(lease, block) for block in hashes}
             remote.uploaded -= {item for item in gone if item[0] == lease}
@@ -133,9 +164,9 @@ class WorkerTable:
         self._forget(lambda known: now - known.seen > self._idle_seconds)
 
     def _forget(self, which: Callable[[_Remote], bool]) -> None:
-        for token, remote in list(self._remote.items()):
+        for known, remote in list(self._remote.items()):
             if not remote.streams and which(remote):
-                del self._remote[token]
+                del self._remote[known]
                 self._store.disconnect(remote.holder)
 
 

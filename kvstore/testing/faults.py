@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -174,6 +174,8 @@ class FaultyCatalog(Catalog):
         units: Sequence[UnitRecord] = (),
         drop_blocks: Sequence[bytes] = (),
         drop_units: Sequence[bytes] = (),
+        notes: Mapping[bytes, bytes] | None = None,
+        drop_notes: Sequence[bytes] = (),
     ) -> None:
         """See ``Catalog.commit``."""
         if blocks or units:
@@ -181,7 +183,14 @@ class FaultyCatalog(Catalog):
         if self._faults.fail_commits:
             self._faults.fail_commits -= 1
             raise DiskError("injected: the catalogue cannot be written")
-        super().commit(blocks=blocks, units=units, drop_blocks=drop_blocks, drop_units=drop_units)
+        super().commit(
+            blocks=blocks,
+            units=units,
+            drop_blocks=drop_blocks,
+            drop_units=drop_units,
+            notes=notes,
+            drop_notes=drop_notes,
+        )
 
 
 def _torn(item: Run) -> Run:

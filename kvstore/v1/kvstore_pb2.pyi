@@ -49,7 +49,7 @@ class PersistPoint(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., kinds: _Optional[int] = ...) -> None: ...
 
 class MatchResponse(_message.Message):
-    __slots__ = ("blocks", "host_blocks", "disk_blocks", "unit", "unit_blocks", "stored_blocks", "reason", "persist_points", "interval")
+    __slots__ = ("blocks", "host_blocks", "disk_blocks", "unit", "unit_blocks", "stored_blocks", "reason", "persist_points", "interval", "epoch")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class MatchResponse(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     PERSIST_POINTS_FIELD_NUMBER: _ClassVar[int]
     INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     host_blocks: int
     disk_blocks: int
@@ -68,7 +69,8 @@ class MatchResponse(_message.Message):
     reason: str
     persist_points: _containers.RepeatedCompositeFieldContainer[PersistPoint]
     interval: int
-    def __init__(self, blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., unit: _Optional[bytes] = ..., unit_blocks: _Optional[int] = ..., stored_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., persist_points: _Optional[_Iterable[_Union[PersistPoint, _Mapping]]] = ..., interval: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., unit: _Optional[bytes] = ..., unit_blocks: _Optional[int] = ..., stored_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., persist_points: _Optional[_Iterable[_Union[PersistPoint, _Mapping]]] = ..., interval: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Readers(_message.Message):
     __slots__ = ("group", "count")
@@ -141,18 +143,20 @@ class LoadResponse(_message.Message):
     def __init__(self, announced: _Optional[_Union[Announced, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., short: _Optional[int] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("namespace", "parent", "hashes", "lease", "worker")
+    __slots__ = ("namespace", "parent", "hashes", "lease", "worker", "epoch")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     parent: bytes
     hashes: bytes
     lease: int
     worker: Worker
-    def __init__(self, namespace: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., lease: _Optional[int] = ..., worker: _Optional[_Union[Worker, _Mapping]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, namespace: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., lease: _Optional[int] = ..., worker: _Optional[_Union[Worker, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("lease", "states", "offsets")

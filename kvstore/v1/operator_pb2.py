@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvstore/v1/operator.proto\x12\nkvstore.v1\"\x0f\n\rReportRequest\"%\n\x0eReportResponse\x12\x13\n\x0breport_json\x18\x01 \x01(\t2K\n\x08Operator\x12?\n\x06Report\x12\x19.kvstore.v1.ReportRequest\x1a\x1a.kvstore.v1.ReportResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvstore/v1/operator.proto\x12\nkvstore.v1\"\x0f\n\rReportRequest\"%\n\x0eReportResponse\x12\x13\n\x0breport_json\x18\x01 \x01(\t\"\x13\n\x11NamespacesRequest\"7\n\rOpenNamespace\x12\x16\n\x0enamespace_json\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"C\n\x12NamespacesResponse\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.kvstore.v1.OpenNamespace\"P\n\x0cTrailRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05\x61lign\x18\x04 \x01(\r\"#\n\rTrailResponse\x12\x12\n\ntrail_json\x18\x01 \x01(\t2\xd6\x01\n\x08Operator\x12?\n\x06Report\x12\x19.kvstore.v1.ReportRequest\x1a\x1a.kvstore.v1.ReportResponse\x12K\n\nNamespaces\x12\x1d.kvstore.v1.NamespacesRequest\x1a\x1e.kvstore.v1.NamespacesResponse\x12<\n\x05Trail\x12\x18.kvstore.v1.TrailRequest\x1a\x19.kvstore.v1.TrailResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +35,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTREQUEST']._serialized_end=56
   _globals['_REPORTRESPONSE']._serialized_start=58
   _globals['_REPORTRESPONSE']._serialized_end=95
-  _globals['_OPERATOR']._serialized_start=97
-  _globals['_OPERATOR']._serialized_end=172
+  _globals['_NAMESPACESREQUEST']._serialized_start=97
+  _globals['_NAMESPACESREQUEST']._serialized_end=116
+  _globals['_OPENNAMESPACE']._serialized_start=118
+  _globals['_OPENNAMESPACE']._serialized_end=173
+  _globals['_NAMESPACESRESPONSE']._serialized_start=175
+  _globals['_NAMESPACESRESPONSE']._serialized_end=242
+  _globals['_TRAILREQUEST']._serialized_start=244
+  _globals['_TRAILREQUEST']._serialized_end=324
+  _globals['_TRAILRESPONSE']._serialized_start=326
+  _globals['_TRAILRESPONSE']._serialized_end=361
+  _globals['_OPERATOR']._serialized_start=364
+  _globals['_OPERATOR']._serialized_end=578
 # @@protoc_insertion_point(module_scope)

@@ -39,6 +39,16 @@ class OperatorStub(object):
                 request_serializer=kvstore_dot_v1_dot_operator__pb2.ReportRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_operator__pb2.ReportResponse.FromString,
                 _registered_method=True)
+        self.Namespaces = channel.unary_unary(
+                '/kvstore.v1.Operator/Namespaces',
+                request_serializer=kvstore_dot_v1_dot_operator__pb2.NamespacesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_operator__pb2.NamespacesResponse.FromString,
+                _registered_method=True)
+        self.Trail = channel.unary_unary(
+                '/kvstore.v1.Operator/Trail',
+                request_serializer=kvstore_dot_v1_dot_operator__pb2.TrailRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_operator__pb2.TrailResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer(object):
@@ -50,6 +60,21 @@ class OperatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Namespaces(self, request, context):
+        """All open namespaces, with the keys of their hash chains: who has them can ask of every
+        tenant whether a prompt is stored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Trail(self, request, context):
+        """What Match would answer, and why. Counts nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +82,16 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=kvstore_dot_v1_dot_operator__pb2.ReportRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_operator__pb2.ReportResponse.SerializeToString,
+            ),
+            'Namespaces': grpc.unary_unary_rpc_method_handler(
+                    servicer.Namespaces,
+                    request_deserializer=kvstore_dot_v1_dot_operator__pb2.NamespacesRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_operator__pb2.NamespacesResponse.SerializeToString,
+            ),
+            'Trail': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trail,
+                    request_deserializer=kvstore_dot_v1_dot_operator__pb2.TrailRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_operator__pb2.TrailResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +121,60 @@ class Operator(object):
             '/kvstore.v1.Operator/Report',
             kvstore_dot_v1_dot_operator__pb2.ReportRequest.SerializeToString,
             kvstore_dot_v1_dot_operator__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Namespaces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Operator/Namespaces',
+            kvstore_dot_v1_dot_operator__pb2.NamespacesRequest.SerializeToString,
+            kvstore_dot_v1_dot_operator__pb2.NamespacesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trail(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Operator/Trail',
+            kvstore_dot_v1_dot_operator__pb2.TrailRequest.SerializeToString,
+            kvstore_dot_v1_dot_operator__pb2.TrailResponse.FromString,
             options,
             channel_credentials,
             insecure,

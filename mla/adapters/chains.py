@@ -12,10 +12,11 @@ from kvstore.namespace import Namespace
 
 @dataclass(frozen=True)
 class Chain:
-    """Where a request's blocks are kept; ``key`` is the namespace's digest."""
+    """Where a request's blocks are kept; ``key`` is the namespace's digest, ``epoch`` that of its Match."""
 
     namespace: Namespace
     key: bytes
+    epoch: int | None = None
 
 
 class Namespaces:

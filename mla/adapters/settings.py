@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+import kvstore
+from kvstore.client import Client
 from kvstore.errors import InvalidArgument
+from kvstore.identity import Identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,10 @@ class Settings:
 
     url: str  # of the daemon
     tenant: str = "default"
+    token_file: str = ""  # what a daemon with credentials knows us by: a token,
+    tls_cert: str = ""  # or a certificate
+    tls_key: str = ""  # and its key
+    tls_ca: str = ""  # that verifies the daemon
     revision: str = ""  # of the weights; by default a fingerprint of the checkpoint's files
     load_timeout: float = 30.0  # for each batch of a load
     store_deadline: float = 5.0  # that blocks may wait for room in the store
@@ -33,6 +40,11 @@ class Settings:
             if not isinstance(value, (int, float) if known[name] is float else known[name]):
                 raise InvalidArgument(f"the extra config's {name}={value!r} is no {known[name].__name__}")
         return cls(**raw)
+
+    def connect(self, timeout: float) -> Client:
+        """A client of the daemon. Raises ``InvalidArgument``."""
+        identity = Identity.from_files(self.token_file, self.tls_ca, self.tls_cert, self.tls_key)
+        return kvstore.connect(self.url, timeout=timeout, identity=identity)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-import kvstore
 from kvstore.api import Match, MissReason
 from kvstore.hashing import HASH_BYTES, ROOT
 from kvstore.layout import BLOCK_TOKENS
@@ -57,7 +56,7 @@ class LatentHiCache(HiCacheStorage):
         check_server(storage_config)
         self._config = storage_config
         self._settings = Settings.parse({name: extra[name] for name in extra.keys() - LOADER_NAMES})
-        self._store = kvstore.connect(self._settings.url, timeout=CALL_TIMEOUT)
+        self._store = self._settings.connect(CALL_TIMEOUT)
         self._namespaces = Namespaces(self._store)
         self._queue: StoreQueue[int] | None = None
         self._lock = threading.Lock()  # over what follows
@@ -205,7 +204,8 @@ class LatentHiCache(HiCacheStorage):
         if match.reason is MissReason.UNAVAILABLE:
             return before
         units = {point.tokens // BLOCK_TOKENS: point.kinds for point in match.persist_points}
-        job = self._queue.job(lambda: key, hashes[before - 1] if before else ROOT, before)
+        parent = hashes[before - 1] if before else ROOT
+        job = self._queue.job(lambda: key, parent, before, epoch=match.epoch)
         job.add(hashes[before:], pages, units)
         job.finish()
         stored = job.wait(self._settings.store_deadline + 2 * CALL_TIMEOUT)

@@ -30,7 +30,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-import kvstore
 from kvstore.namespace import Namespace
 from mla.adapters.paged import PagedCache
 from mla.adapters.settings import VllmSettings
@@ -67,9 +66,10 @@ class LatentKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _decider(self, base: Namespace) -> SchedulerSide:
         events = self._vllm_config.kv_events_config
         return SchedulerSide(
-            Lookup(kvstore.connect(self._settings.url, timeout=CALL_TIMEOUT), base, adapter_name),
+            Lookup(self._settings.connect(CALL_TIMEOUT), base, adapter_name),
             self._settings,
             self._shape.page_tokens,
+            ranks=self._vllm_config.parallel_config.local_world_size,
             events=events is not None and events.enable_kv_cache_events,
         )
 
@@ -141,7 +141,7 @@ class LatentKVConnector(KVConnectorBase_V1, SupportsHMA):
         shape, settings = self._shape, self._settings
         layers = [kv_caches[name] for name in shape.layers]
         self._worker_side = WorkerSide(
-            kvstore.connect(settings.url, timeout=CALL_TIMEOUT),
+            settings.connect(CALL_TIMEOUT),
             PagedCache(layers, shape.layout, shape.page_tokens),
             load_timeout=settings.load_timeout,
             store_deadline=settings.store_deadline,

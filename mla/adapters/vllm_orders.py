@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvstore.api import Readers
 from kvstore.units import UnitKind
 from mla.adapters.chains import Chain
 from mla.adapters.paged import Place
@@ -17,13 +18,14 @@ from mla.adapters.paged import Place
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """Load ``hashes[first:]`` into ``places``."""
+    """Load ``hashes[first:]`` into ``places``, each rank into its own; ``readers`` keep together."""
 
     request: str
     chain: Chain
     hashes: tuple[bytes, ...]
     first: int
     places: tuple[Place, ...]
+    readers: Readers | None
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,10 @@ def places(pages: Sequence[int], first: int, last: int, page_tokens: int, keep: 
     Pages below ``keep`` tokens are the engine's own already and not to be touched.
     """
     ratio = BLOCK_TOKENS // page_tokens
-    kept = keep // page_tokens
-    return tuple(
-        tuple(pages[at] if at >= kept else -1 for at in range(block * ratio, (block + 1) * ratio))
-        for block in range(first, last)
-    )
+    start, stop = first * ratio, last * ratio
+    begin = min(max(keep // page_tokens, start), stop)
+    flat = iter([*[-1] * (begin - start), *pages[begin:stop]])
+    return tuple(zip(*[flat] * ratio, strict=True))  # a long document has thousands, and the scheduler waits
 
 
 def savable(prompt: int, known: int, computed: int) -> int:

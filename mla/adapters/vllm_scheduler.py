@@ -7,6 +7,7 @@ scheduler's: a request that is being stored keeps them until its workers say so.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,11 +19,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvstore.hashing import ROOT, block_hashes
+from kvstore.api import GROUP_BYTES, Readers
+from kvstore.hashing import ROOT
 from kvstore.layout import BLOCK_TOKENS
 from kvstore.units import UnitKind
 from mla.adapters.settings import VllmSettings
-from mla.adapters.vllm_lookup import Answer, Lookup
+from mla.adapters.vllm_lookup import Answer, Lookup, extend_hashes
 from mla.adapters.vllm_orders import LoadOrder, SaveOrder, StepOrders, StoredDepths
 from mla.adapters.vllm_plan import (
     Feature,
@@ -37,7 +39,7 @@ from mla.adapters.vllm_plan import (
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 0.001  # seconds that one step of the scheduler waits for a Match
+PATIENCE = 0.001  # seconds that the scheduler waits for the Match of one request, in all
 THREADS = 4
 
 
@@ -67,8 +69,12 @@ class _Tracked:
 class SchedulerSide:
     """Decides. Not thread-safe: vLLM calls it from one thread."""
 
-    def __init__(self, lookup: Lookup, settings: VllmSettings, page_tokens: int, *, events: bool) -> None:
+    def __init__(
+        self, lookup: Lookup, settings: VllmSettings, page_tokens: int, *, ranks: int, events: bool
+    ) -> None:
+        """``ranks``: workers on a host, each of which loads what is ordered."""
         self._lookup = lookup
+        self._ranks = ranks
         self._settings = settings
         self._page_tokens = page_tokens
         self._with_events = events
@@ -92,10 +98,11 @@ class SchedulerSide:
         if tracked.answering is None:
             self._ask(tracked)
         assert tracked.answering is not None
+        waited = time.monotonic() - tracked.asked
         try:
-            tracked.answer = tracked.answering.result(PATIENCE)
+            tracked.answer = tracked.answering.result(max(PATIENCE - waited, 0.0))
         except NotYet:
-            if time.monotonic() - tracked.asked < self._settings.match_timeout:
+            if waited < self._settings.match_timeout:
                 return None, False
             tracked.answer = Answer()
         tokens = external_tokens(tracked.answer.match, computed)
@@ -124,6 +131,7 @@ class SchedulerSide:
                 tuple(tracked.hashes[:blocks]),
                 first,
                 places(pages, first, blocks, self._page_tokens, keep=computed),
+                Readers(secrets.token_bytes(GROUP_BYTES), self._ranks) if self._ranks > 1 else None,
             )
         )
 
@@ -154,7 +162,7 @@ class SchedulerSide:
         lora = request.lora_request
         adapter = ("", "") if lora is None else (lora.lora_name, lora.lora_path)
         tracked.answering = self._threads.submit(
-            self._lookup.match, request.all_token_ids[:], tracked.extra, adapter
+            self._lookup.match, request.all_token_ids, request.num_tokens, tracked.extra, adapter
         )
 
     # --- each step
@@ -201,7 +209,7 @@ class SchedulerSide:
         chain = tracked.answer.chain
         if until <= tracked.saved or chain is None:
             return
-        self._hash(tracked, chain.key, until)
+        extend_hashes(tracked.hashes, chain.key, tracked.request.all_token_ids, until, tracked.extra)
         first = tracked.saved
         self._orders.saves.append(
             SaveOrder(
@@ -215,15 +223,6 @@ class SchedulerSide:
             )
         )
         tracked.saved, tracked.storing = until, True
-
-    def _hash(self, tracked: _Tracked, key: bytes, until: int) -> None:
-        """Hashes up to ``until`` blocks; an answer grows by one block at a time."""
-        done = len(tracked.hashes)
-        if until > done:
-            tail = tracked.request.all_token_ids[done * BLOCK_TOKENS : until * BLOCK_TOKENS]
-            extra = {at - done: text for at, text in tracked.extra.items() if at >= done}
-            parent = tracked.hashes[-1] if done else ROOT
-            tracked.hashes += block_hashes(key, tail, parent=parent, extra=extra)
 
     # --- after a step
 

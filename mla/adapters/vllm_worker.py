@@ -140,7 +140,9 @@ class WorkerSide:
         job = self._jobs.get(order.request)
         if job is None:
             namer = partial(self._namespaces.require, order.chain)
-            job = self._jobs[order.request] = self._queue.job(namer, order.parent, order.depth)
+            job = self._jobs[order.request] = self._queue.job(
+                namer, order.parent, order.depth, epoch=order.chain.epoch
+            )
             self._told[order.request] = order.depth
         job.add(order.hashes, order.places, dict(order.units))
 
@@ -165,7 +167,9 @@ class WorkerSide:
     def _fill(self, order: LoadOrder) -> int:
         key = self._namespaces.require(order.chain)
         loaded = 0
-        with self._store.load(key, order.hashes, first=order.first, timeout=self._timeout) as load:
+        with self._store.load(
+            key, order.hashes, first=order.first, timeout=self._timeout, readers=order.readers
+        ) as load:
             for batch in load:
                 if self._is_cancelled(order.request):
                     break

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from types import TracebackType
+from typing import Annotated, Any, Self
 
-import grpc
 import typer
 
-from kvstore.errors import Unavailable
-from kvstore.transport import error_of
+from kvstore import wire
+from kvstore.errors import Unauthenticated, Unavailable
+from kvstore.identity import Identity
+from kvstore.namespace import Namespace
+from kvstore.transport import Transport
 from kvstore.v1 import operator_pb2 as pb
 from kvstore.v1 import operator_pb2_grpc
-from server.config import UNIX, ConfigError, default_listen, load
+from server.config import ConfigError, default_listen, load
+from server.explaining.explanation import Opened
 
 ANSWER_SECONDS = 5.0
 
@@ -32,24 +37,60 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def address(listen: str | None, data: str | None) -> str:
     """Where the daemon listens, by the same rules as ``serve``. Raises ``ConfigError``."""
-    if listen is not None and data is None:
-        return load({"listen": listen, "data": "."}).address
+    if listen is not None:
+        return listen
     if data is not None:
-        return load({"listen": listen, "data": data}).address
+        return load({"data": data}).address
     try:
         return load({}).address
     except ConfigError:  # no data directory is known: only the user's runtime directory is left
         return default_listen(Path())
 
 
-def ask_report(url: str) -> dict[str, Any]:
-    """The daemon's report as ``server.report.Report`` has it. Raises ``Unavailable``."""
-    target = f"unix:{url.removeprefix(UNIX)}" if url.startswith(UNIX) else url
-    with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        stub: Any = operator_pb2_grpc.OperatorStub(channel)
+class Operator:
+    """What a daemon answers to an operator. Its methods raise what the daemon does, and ``Unavailable``.
+
+    Raises ``InvalidArgument`` for an identity of the environment that cannot be used.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._transport = Transport(url, ANSWER_SECONDS, Identity.from_environment())
+        self._stub: Any = operator_pb2_grpc.OperatorStub(self._transport.channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._transport.close()
+
+    def _ask(self, verb: Callable[..., Any], request: Any) -> Any:
         try:
-            answer = stub.Report(pb.ReportRequest(), timeout=ANSWER_SECONDS)
-        except grpc.RpcError as error:
-            raise Unavailable(f"no daemon answers at {url} ({error_of(error)}); is it running?") from None
-    report: dict[str, Any] = json.loads(answer.report_json)
-    return report
+            return self._transport.call(verb, request)
+        except Unauthenticated:
+            raise
+        except Unavailable as error:
+            raise Unavailable(f"no daemon answers at {self._url} ({error}); is it running?") from None
+
+    def report(self) -> dict[str, Any]:
+        """The daemon's report as ``server.report.Report`` has it."""
+        report: dict[str, Any] = json.loads(self._ask(self._stub.Report, pb.ReportRequest()).report_json)
+        return report
+
+    def namespaces(self) -> list[Opened]:
+        """The open namespaces."""
+        answer = self._ask(self._stub.Namespaces, pb.NamespacesRequest())
+        return [Opened(Namespace.from_json(each.namespace_json), each.digest) for each in answer.namespaces]
+
+    def trail(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, align: int) -> dict[str, Any]:
+        """A prompt's way through the index, as ``server.report.trail_report`` has it."""
+        request = pb.TrailRequest(
+            namespace=namespace,
+            hashes=wire.join_hashes(hashes),
+            tokens=wire.unsigned("tokens", tokens),
+            align=wire.unsigned("align", align, 32),
+        )
+        trail: dict[str, Any] = json.loads(self._ask(self._stub.Trail, request).trail_json)
+        return trail

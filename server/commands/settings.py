@@ -15,7 +15,11 @@ from server.config import Config
 # In the order of the help page. Defaults in round brackets: square ones would be taken for markup.
 HELP = {
     "data": "Directory of the store; made if it does not exist.",
-    "listen": "unix:///path, or host:port on loopback. (a private socket)",
+    "listen": "unix:///path, host:port on loopback, or tls://host:port. (a private socket)",
+    "credentials": "TOML file of who may use which tenants. (whoever reaches it, all)",
+    "tls_cert": "Certificate of a tls:// address, PEM.",
+    "tls_key": "Its key, PEM.",
+    "tls_client_ca": "Authority that every client must have a certificate of, PEM. (none)",
     "http": "host:port for metrics, health and the status page. (off)",
     "host_bytes": "Shared memory for blocks, such as 4GiB. (4GiB)",
     "disk_bytes": "Disk for blocks and catalogue, such as 50GiB. (50GiB)",
@@ -24,6 +28,8 @@ HELP = {
     "codec": "How blocks are written: raw or zstd. (raw)",
     "payloads": "Where blocks lie: lmdb, or slab for heavy writing. (lmdb)",
     "ghost_bytes": "RAM for chains seen and not stored. (64MiB)",
+    "ttl_seconds": "Life of a block since its last use; 0 is for ever. (86400)",
+    "max_age_seconds": "Life of a block since it was stored; 0 is for ever. (0)",
     "lease_seconds": "Life of an unused lease. (60)",
     "drain_seconds": "Deadline for what is unwritten at the end. (30)",
     "readers": "Threads that read blocks. (8)",

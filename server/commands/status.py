@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from server.commands.daemon import AsJson, Data, Url, address, ask_report
+from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import NO, one_line
 
 Report = dict[str, Any]
@@ -22,8 +22,8 @@ Report = dict[str, Any]
 
 def status(listen: Url = None, data: Data = None, as_json: AsJson = False) -> None:
     """Say how the daemon is: tiers, hits by tenant, misses by reason, faults. Exit 1 if it is not ready."""
-    with one_line():
-        report = ask_report(address(listen, data))
+    with one_line(), Operator(address(listen, data)) as daemon:
+        report = daemon.report()
     if as_json:
         print(json.dumps(report))
     else:
@@ -41,21 +41,27 @@ def top(
 ) -> None:
     """Watch the daemon live. With --json, a report a line."""
     with one_line():
-        url = address(listen, data)
         try:
-            if as_json:
-                _watch(url, seconds, looks, lambda report, before: print(json.dumps(report), flush=True))
-            else:
-                with Live(console=Console(), auto_refresh=False) as live:
-                    _watch(url, seconds, looks, lambda *r: live.update(_shown(*r), refresh=True))
+            with Operator(address(listen, data)) as daemon:
+                _show_live(daemon, as_json, seconds, looks)
         except KeyboardInterrupt:
             raise typer.Exit from None
 
 
-def _watch(url: str, seconds: float, looks: int, show: Callable[[Report, Report | None], None]) -> None:
+def _show_live(daemon: Operator, as_json: bool, seconds: float, looks: int) -> None:
+    if as_json:
+        _watch(daemon, seconds, looks, lambda report, before: print(json.dumps(report), flush=True))
+    else:
+        with Live(console=Console(), auto_refresh=False) as live:
+            _watch(daemon, seconds, looks, lambda *r: live.update(_shown(*r), refresh=True))
+
+
+def _watch(
+    daemon: Operator, seconds: float, looks: int, show: Callable[[Report, Report | None], None]
+) -> None:
     before, count = None, 0
     while True:
-        report = ask_report(url)
+        report = daemon.report()
         show(report, before)
         before, count = report, count + 1
         if count == looks:

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from benchmarks.disk_vs_prefill import main
 from benchmarks.metering import Transferred
@@ -22,7 +20,7 @@ from benchmarks.page_cache import Dropped
 from benchmarks.prefill import Engine, Form, Trial
 from benchmarks.report import Result, answers
 from benchmarks.ways import Restart, Run, Ways
-from tests.mla.zoo import build
+from tests.mla.zoo import save_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--host-bytes", "32MiB", "--repeats", "1")
@@ -117,8 +115,7 @@ def test_the_demo_ends_with_table_picture_and_verdict(demo: tuple[Path, dict[str
 
 def test_a_checkpoint_is_read_with_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = tmp_path / "checkpoint"
-    build("deepseek_v2", vocab_size=256).save_pretrained(checkpoint)
-    _byte_tokenizer().save_pretrained(checkpoint)
+    save_checkpoint("deepseek_v2", checkpoint)
     (tmp_path / "text").write_text("Nothing is as long as a short text. " * 5)
     paths = (
         "--model",
@@ -136,14 +133,6 @@ def test_a_checkpoint_is_read_with_its_tokenizer(tmp_path: Path, capsys: pytest.
     assert figures["about"]["document_copies"] == 2
     assert "is repeated 2 times" in " ".join(capsys.readouterr().out.split())
     assert figures["lengths"][0]["restarts"][0]["ended_by"] == 0
-
-
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.mark.parametrize(

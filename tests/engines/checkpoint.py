@@ -27,7 +27,7 @@ CONFIG = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
     "vocab_size": VOCABULARY,
-    "max_position_embeddings": 65536,
+    "max_position_embeddings": 262144,
     "torch_dtype": "bfloat16",
 }
 

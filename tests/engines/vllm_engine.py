@@ -43,29 +43,26 @@ ENTRY = (RANK + ROPE) * 2  # bytes
 DEADLINE = 60.0  # seconds after which a test has hung; nothing is timed by it
 
 
-def vllm_config(url: str, model: Path, block_size: int, **changes: Any) -> VllmConfig:
+def vllm_config(url: str | None, model: Path, block_size: int, **changes: Any) -> VllmConfig:
+    """With our connector to ``url``, or with none."""
     extra = {"url": url, "load_timeout": 20.0, "match_timeout": 20.0, **changes.pop("extra", {})}
     chunk = changes.pop("chunk", 256)
+    length = changes.pop("length", 32768)
+    policy = changes.pop("policy", "recompute")
     config = VllmConfig(
         model_config=ModelConfig(
-            model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32768
+            model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length
         ),
         cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True, cache_dtype="auto"),
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=chunk,
-            max_model_len=32768,
+            max_model_len=length,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
         ),
         device_config=DeviceConfig("cpu"),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="LatentKVConnector",
-            kv_connector_module_path="mla.adapters.vllm",
-            kv_role="kv_both",
-            kv_load_failure_policy=changes.pop("policy", "recompute"),
-            kv_connector_extra_config=extra,
-        ),
+        kv_transfer_config=None if url is None else _transfer_config(extra, policy),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     )
     # The CPU backend's kernels want other settings; none of them runs here.
@@ -76,6 +73,16 @@ def vllm_config(url: str, model: Path, block_size: int, **changes: Any) -> VllmC
     config.cache_config.num_gpu_blocks = 0
     assert not changes, changes
     return config
+
+
+def _transfer_config(extra: dict[str, Any], policy: str) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="LatentKVConnector",
+        kv_connector_module_path="mla.adapters.vllm",
+        kv_role="kv_both",
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config=extra,
+    )
 
 
 def cache_config(block_size: int, num_blocks: int) -> KVCacheConfig:

@@ -19,6 +19,7 @@ EXTENT = 4 * PAGE_BYTES
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     made = Arena(4 * EXTENT, EXTENT)
+    made.back()
     yield made
     made.close()
 
@@ -34,6 +35,7 @@ def fill(arena: Arena, cls: int, owner: int) -> int:
 
 def test_its_size_is_rounded_down_to_pages_and_the_last_extent_may_be_shorter():
     arena = Arena(5 * PAGE_BYTES + 17, EXTENT)
+    arena.back()
     assert arena.nbytes == 5 * PAGE_BYTES == os.fstat(arena.fd).st_size == len(arena.memory)
     assert arena.capacity(arena.register(PAGE_BYTES)) == 5
     assert arena.capacity(arena.register(2 * PAGE_BYTES)) == 2
@@ -66,7 +68,7 @@ def test_an_arena_below_a_page_is_refused(nbytes):
 
 def test_memory_that_is_not_there_is_refused_at_start():
     with pytest.raises(ArenaUnavailable, match="available"):
-        Arena(1 << 50)
+        Arena(1 << 50).back()
 
 
 def test_a_shortage_of_memory_fails_at_start_and_leaks_no_descriptor():
@@ -79,7 +81,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 before = os.listdir("/proc/self/fd")
 try:
-    Arena(2 << 20)
+    Arena(2 << 20).back()
 except ArenaUnavailable as error:
     assert "2097152" in str(error)
     assert os.listdir("/proc/self/fd") == before
@@ -197,6 +199,7 @@ def test_more_unholds_than_holds_are_refused(arena):
 
 def test_closing_leaves_open_views_readable_and_may_be_repeated():
     arena = Arena(EXTENT)
+    arena.back()
     view = arena.view(arena.take(arena.register(100), 0).slot)
     view[:] = b"x" * 100
     arena.close()
@@ -213,6 +216,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.arena = Arena(3 * EXTENT + PAGE_BYTES, EXTENT)
+        self.arena.back()
         self.classes = [self.arena.register(size) for size in SIZES]
         self.model: dict[int, dict] = {}
         self.time = 0

@@ -193,7 +193,7 @@ def test_another_format_version_is_refused_and_left_alone(tmp_path):
     with damaging(tmp_path, b"info") as txn:
         txn.put(b"format", b"99")
     for _ in range(2):
-        with pytest.raises(FormatMismatch, match=rf"{tmp_path} .* format 99, .* reads format 1; remove"):
+        with pytest.raises(FormatMismatch, match=rf"{tmp_path} .* format 99, .* reads format 2; remove"):
             reopened(tmp_path)
 
 

@@ -172,7 +172,7 @@ async def test_nothing_under_way_is_evicted_from_arena_or_disk(tmp_path):
         _, _, hashes = await it.fill_two()
         it.store._host.dirty_evictable = True
         lease = it.store.reserve(it.worker, it.namespace, ROOT, it.hashes(2, 42), 0).lease
-        assert not it.store._writer._evict(lambda: False)  # all that may go
+        assert not it.store._writer.room.make(SMALL.block_bytes, 1 << 60)  # all that may go
         assert await it.load(hashes) == 2 * BATCH
         it.store.release(it.worker, lease)
         it.store._host.dirty_evictable = False

@@ -435,9 +435,22 @@ def test_another_format_version_is_refused_and_left_alone(tmp_path):
     with pytest.raises(FormatMismatch, match="99"):
         open_store(tmp_path)
     with lmdb.open(str(tmp_path / "catalog"), max_dbs=4) as env, env.begin(write=True) as txn:
-        txn.put(b"format", b"1", db=env.open_db(b"info", txn))
+        txn.put(b"format", b"2", db=env.open_db(b"info", txn))
     with open_store(tmp_path) as store:  # the refusal gave the directory up, and changed nothing
         assert load_chain(store, worker.namespace, hashes) == BLOCKS
+
+
+def test_a_directory_of_the_first_format_is_taken_over(tmp_path):
+    """It had no notes."""
+    with open_store(tmp_path) as store:
+        worker, hashes = stored(store)
+    with lmdb.open(str(tmp_path / "catalog"), max_dbs=5) as env, env.begin(write=True) as txn:
+        txn.put(b"format", b"1", db=env.open_db(b"info", txn))
+        txn.drop(env.open_db(b"notes", txn))
+    with open_store(tmp_path) as store:
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+    with lmdb.open(str(tmp_path / "catalog"), max_dbs=5) as env, env.begin() as txn:
+        assert bytes(txn.get(b"format", db=env.open_db(b"info", txn))) == b"2"
 
 
 def test_a_store_that_cannot_open_gives_the_directory_up(tmp_path):

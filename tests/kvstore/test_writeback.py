@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from kvstore.api import ReserveState
+from kvstore.api import MissReason, ReserveState
 from kvstore.errors import TicketUnknown
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.namespace import Namespace
@@ -34,8 +34,13 @@ class Bench:
         return self
 
     async def __aexit__(self, *_):
-        self.faults.read_gate.set()
-        self.faults.write_gate.set()
+        for gate in (
+            self.faults.read_gate,
+            self.faults.write_gate,
+            self.faults.written_gate,
+            self.faults.free_gate,
+        ):
+            gate.set()
         assert self.store.check() == []
         await self.store.close()
 
@@ -45,8 +50,14 @@ class Bench:
     async def put(self, hashes, parent=ROOT):
         return await put(self.store, self.worker, self.namespace, hashes, parent)
 
+    async def reserve(self, hashes, parent=ROOT):
+        return self.store.reserve(self.worker, self.namespace, parent, hashes, 0)
+
+    def match(self, hashes):
+        return self.store.match(self.namespace, hashes, 64 * len(hashes) + 1, align=64, store=False)
+
     def hit(self, hashes):
-        return self.store.match(self.namespace, hashes, 64 * len(hashes) + 1, align=64, store=False).blocks
+        return self.match(hashes).blocks
 
     async def load(self, hashes):
         """Leading blocks that can be loaded, every byte checked."""
@@ -150,6 +161,7 @@ async def test_a_failing_disk_turns_the_store_host_only_and_it_comes_back_by_its
         for seed in range(10, 15):
             await it.put(it.hashes(seed, 30))
         assert it.store.counters["host_lost_blocks"] > 0
+        assert it.match(it.hashes(2, 4)).reason is MissReason.FAILED
         assert await it.load(it.hashes(14, 30)) == 30
         assert await it.load(kept) == 4
         assert it.store.check() == []

@@ -75,7 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
     def register(self, data, name):
         block = data.draw(st.sampled_from(sorted(self.held)))
         fits = name not in self.hashed and self.hash_of(block) is None
-        assert self.pool.register(block, name) == fits
+        assert self.pool.register(block, name, self.namespace(name)) == fits
         if fits:
             self.hashed[name] = block
 
@@ -114,6 +114,19 @@ class PoolMachine(RuleBasedStateMachine):
         block = self.hashed.pop(name, None)
         if block in self.idle:
             self.idle.remove(block)
+
+    @staticmethod
+    def namespace(name):
+        return bytes([name[0] % 2])
+
+    @rule(namespace=st.sampled_from([b"\0", b"\1"]))
+    def forget(self, namespace):
+        names = [name for name in self.hashed if self.namespace(name) == namespace]
+        assert self.pool.forget(namespace) == len(names)
+        for name in names:
+            block = self.hashed.pop(name)
+            if block in self.idle:
+                self.idle.remove(block)
 
     @rule()
     def clear(self):

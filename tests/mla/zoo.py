@@ -1,11 +1,13 @@
 """Small random models of every served class, and how the tests run them."""
 
 import math
+from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mla import LatentCache, LatentPool
 from mla.adapters.transformers import cache_argument
@@ -121,3 +123,13 @@ def loaded_prefix(model: PreTrainedModel, pool: LatentPool, ids: Tensor, length:
 
 def relative(got: Tensor, want: Tensor) -> float:
     return float((got - want).abs().max() / want.abs().max())
+
+
+def save_checkpoint(name: str, directory: Path) -> None:
+    """A model and a tokenizer that knows every byte as a token of its own, where they can be loaded from."""
+    build(name, vocab_size=256).save_pretrained(directory)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)

@@ -82,6 +82,8 @@ WRONG = {
         "127.0.0.1",
         "127.0.0.1:99999",
         "unix://x",
+        "tls://0.0.0.0:80",
+        "tls://host",
         f"unix:///{'x' * 101}",
     ],
 }
@@ -130,7 +132,7 @@ def test_what_is_missing_unknown_or_unreadable_is_named(tmp_path: Path) -> None:
     ("flags", "said"),
     [
         (["--data", "{}", "--host-bytes", "4GB2"], "host_bytes='4GB2' (from --host-bytes)"),
-        (["--data", "{}", "--listen", "0.0.0.0:1"], "no authentication yet"),
+        (["--data", "{}", "--listen", "0.0.0.0:1"], "write tls://host:port"),
         (["--data", "{}/file/under"], "file"),
         ([], "data is not set"),
     ],

@@ -1,0 +1,124 @@
+"""What an operator does with what a store holds: look at its units, and delete them for good."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from kvstore.erasing import Eraser
+from kvstore.errors import NamespaceUnknown, UnitUnknown
+from kvstore.hashing import HASH_BYTES
+from kvstore.prefix_index import NONE, PrefixIndex
+from kvstore.spaces import SpaceTable
+from kvstore.survey import UnitSurvey, unit_survey
+
+Result = TypeVar("Result")
+UnitOrder = Literal["used", "created", "tokens", "hits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """What a deletion took: namespaces looked at, and blocks that left."""
+
+    namespaces: int
+    blocks: int
+
+
+class Curator:
+    """Units by name, for people. Owned by the store's event loop.
+
+    A unit is named by the hash of its last block in hex, or by enough of its beginning. A deletion
+    goes on when its caller stops waiting.
+    """
+
+    def __init__(self, index: PrefixIndex, spaces: SpaceTable, eraser: Eraser) -> None:
+        self._index = index
+        self._spaces = spaces
+        self._eraser = eraser
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a deletion is under way."""
+        return bool(self._tasks)
+
+    async def units(
+        self, *, tenant: str | None = None, order: UnitOrder = "used", limit: int = 100
+    ) -> list[UnitSurvey]:
+        """The first units in an order, largest or latest first; of one tenant if it is named."""
+        index, spaces = self._index, self._spaces
+
+        def key(row: int) -> float:
+            use = index.units[row]
+            return {
+                "used": use.used,
+                "created": use.created,
+                "tokens": float(index.depth[row]),
+                "hits": float(use.hits),
+            }[order]
+
+        rows = (
+            row for row in index.units if tenant in (None, spaces.of(index.namespace[row]).namespace.tenant)
+        )
+        return [unit_survey(index, spaces, row) for row in heapq.nlargest(limit, rows, key)]
+
+    async def unit(self, name: str) -> UnitSurvey:
+        """One unit. Raises ``UnitUnknown``."""
+        return unit_survey(self._index, self._spaces, self._find(name))
+
+    async def delete_unit(self, name: str) -> Deleted:
+        """Delete a unit, and its blocks that no other unit and no longer chain needs.
+
+        Raises ``UnitUnknown``, and ``DiskError`` when the deletion cannot be written down.
+        """
+        row = self._find(name)
+        space = self._spaces.of(self._index.namespace[row])
+        return Deleted(1, await self._finish(self._eraser.unit(space, row)))
+
+    async def delete_namespaces(self, *, tenant: str | None = None, digest: str | None = None) -> Deleted:
+        """Delete all of a tenant, or of one namespace, named by its digest in hex or a beginning of it.
+
+        Raises ``NamespaceUnknown`` when there is none, or more than one begins so, and ``DiskError``.
+        """
+        spaces = [space for space in self._spaces if space.namespace.tenant == tenant]
+        if digest is not None:
+            spaces = [space for space in self._spaces if digest and space.digest.hex().startswith(digest)]
+        if not spaces or (digest is not None and len(spaces) > 1):
+            what = f"tenant {tenant!r}" if digest is None else f"digest {digest!r}"
+            raise NamespaceUnknown(
+                f"{len(spaces)} namespaces have {what}; look at the status for their names"
+            )
+        blocks = [await self._finish(self._eraser.namespace(space)) for space in spaces]
+        return Deleted(len(spaces), sum(blocks))
+
+    async def _finish(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Do some work to its end, though its caller may stop waiting."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    def _find(self, name: str) -> int:
+        index = self._index
+        if len(name) == 2 * HASH_BYTES:
+            row = index.find(bytes.fromhex(name)) if _is_hex(name) else NONE
+            rows = [row] if row in index.units else []
+        else:
+            rows = [row for row in index.units if name and index.hashes[row].hex().startswith(name)]
+        if len(rows) != 1:
+            raise UnitUnknown(
+                f"{len(rows)} units have names that begin with {name!r:.80}; list them and name one"
+            )
+        return rows[0]
+
+    def close(self) -> None:
+        """The store ends: what is not deleted yet is deleted at the next start, or was never begun."""
+        for task in self._tasks:
+            task.cancel()
+
+
+def _is_hex(name: str) -> bool:
+    return all(char in "0123456789abcdef" for char in name)

@@ -1,0 +1,88 @@
+"""Epochs of namespaces: how a worker learns that something it may keep was deleted.
+
+An epoch moves with every deletion in its namespace and is on disk before anything of the
+deletion is seen. While all of a namespace is being erased a note says so; a store that is
+killed meanwhile goes on with it at its next start.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvstore.catalog import Catalog
+from kvstore.errors import EpochPassed
+
+log = logging.getLogger(__name__)
+
+_EPOCH, _ERASING = b"epoch/", b"erasing/"
+_ID, _NUMBER = struct.Struct("<I"), struct.Struct("<Q")
+_DROPPED_A_TXN = 4096
+
+
+class Epochs:
+    """The epoch of each namespace by its id, and which are being erased. Owned by the store's loop."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[int, int] = {}
+        self._given: dict[int, int] = {}  # the last that was given out, perhaps not yet on disk
+        self.erasing: set[int] = set()
+
+    def of(self, number: int) -> int:
+        """The epoch of a namespace; 0 if nothing of it was ever deleted."""
+        return self._epochs.get(number, 0)
+
+    def require(self, number: int, epoch: int | None) -> None:
+        """Raises ``EpochPassed`` unless this is the epoch, or None for a caller who does not know."""
+        if epoch is not None and epoch != self.of(number):
+            raise EpochPassed(
+                f"these blocks were made in epoch {epoch} of their namespace, which is {self.of(number)} now:"
+                " something was deleted meanwhile; match again"
+            )
+
+    def next(self, number: int) -> tuple[int, Mapping[bytes, bytes]]:
+        """The epoch to come, and the note to be on disk before ``move``."""
+        epoch = self._given[number] = 1 + max(self._given.get(number, 0), self.of(number))
+        return epoch, {_EPOCH + _ID.pack(number): _NUMBER.pack(epoch)}
+
+    def move(self, number: int, epoch: int) -> None:
+        """What was made before belongs to the past."""
+        self._epochs[number] = max(epoch, self.of(number))
+
+    def restore(self, catalog: Catalog) -> None:
+        """Read the notes, and finish the erasures that were cut short. Raises ``DiskError``."""
+        for key, body in catalog.notes(_EPOCH):
+            if len(key) == _ID.size:
+                # Of a damaged one no more is known than that it must differ from what workers remember.
+                epoch = _NUMBER.unpack(body)[0] if body is not None else int(time.time())
+                self._epochs[_ID.unpack(key)[0]] = epoch
+        notes = [_ERASING + key for key, _ in catalog.notes(_ERASING)]
+        if notes:
+            numbers = [
+                _ID.unpack(note[len(_ERASING) :])[0] for note in notes if len(note) == len(_ERASING) + 4
+            ]
+            _erase(catalog, numbers)
+            catalog.commit(drop_notes=notes)
+
+
+def erasing_note(number: int) -> bytes:
+    """The key of the note that a namespace is being erased."""
+    return _ERASING + _ID.pack(number)
+
+
+def _erase(catalog: Catalog, numbers: list[int]) -> None:
+    """Forget all blocks and units of these namespaces; their payloads are free then, for none names them."""
+    blocks = [
+        block
+        for chunk in catalog.blocks()
+        for block in chunk["hash"][np.isin(chunk["namespace"], numbers)].tolist()
+    ]
+    units = [unit.hash for unit in catalog.units() if unit.namespace in numbers]
+    for start in range(0, max(len(blocks), len(units)), _DROPPED_A_TXN):
+        part = slice(start, start + _DROPPED_A_TXN)
+        catalog.commit(drop_blocks=blocks[part], drop_units=units[part])
+    log.warning("event=erasure_finished namespaces=%d blocks=%d", len(numbers), len(blocks))

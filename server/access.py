@@ -1,0 +1,153 @@
+"""Who calls, and what of the store there is for them.
+
+An interceptor establishes the caller before a handler runs; ``Access`` is where handlers
+look up whatever a call names. What belongs to a tenant that the caller does not cover is
+answered as what does not exist.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from kvstore import wire
+from kvstore.api import Status
+from kvstore.errors import NotCovered, Unauthenticated
+from kvstore.namespace import Namespace
+from kvstore.spaces import Space, unknown_namespace
+from kvstore.store import Store
+from kvstore.tickets import unknown_ticket
+from kvstore.v1 import kvstore_pb2 as pb
+from server.credentials import Caller, Credentials, Evidence
+from server.operators import OPERATOR
+from server.refusals import refuse
+from server.streams import Context
+from server.tally import Tally
+from server.workers import Worker, WorkerTable
+
+_BEARER = "Bearer "
+_CERTIFICATE_NAMES = "x509_subject_alternative_name"
+
+_caller: ContextVar[Caller] = ContextVar("caller")  # of the call that this task answers
+
+
+class Identifying(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Lets calls of our services through that come from a known caller."""
+
+    def __init__(self, credentials: Credentials, workers: WorkerTable, tally: Tally) -> None:
+        self._credentials = credentials
+        self._workers = workers
+        self._tally = tally
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """See ``grpc.aio.ServerInterceptor``."""
+        handler = await continuation(handler_call_details)
+        _, service, verb = handler_call_details.method.split("/")
+        if handler is None or service not in (wire.SERVICE, OPERATOR):
+            return handler
+        return _preceded(handler, functools.partial(self._admit, service, verb))
+
+    async def _admit(self, service: str, verb: str, context: Context) -> None:
+        found = self._credentials.caller(self._evidence(context))
+        if found is None:
+            why = "this daemon serves known callers only; give a token, certificate or uid of its credentials"
+            await refuse(self._tally, verb, context, Unauthenticated(why))
+        elif service == OPERATOR and not found.operator:
+            why = "the operators' service is for credentials with `operator = true`"
+            await refuse(self._tally, verb, context, NotCovered(why))
+        else:
+            _caller.set(found)
+
+    def _evidence(self, context: Context) -> Evidence:
+        """A token counts first, then a certificate, then who the worker was at the handover socket."""
+        given = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        if "authorization" in given:
+            return Evidence(token=given["authorization"].removeprefix(_BEARER))
+        names = context.auth_context().get(_CERTIFICATE_NAMES, ())
+        if names:
+            return Evidence(names=tuple(name.decode(errors="replace") for name in names))
+        if wire.WORKER_KEY in given and context.peer().startswith("unix:"):
+            return Evidence(uid=self._workers.uid_of(given[wire.WORKER_KEY]))
+        return Evidence()
+
+
+def _preceded(handler: Any, admit: Callable[[Context], Awaitable[None]]) -> Any:
+    """The handler, of any shape, behind ``admit``."""
+    behind, make = next(
+        (behind, make)
+        for behind, make in (
+            (handler.unary_unary, grpc.unary_unary_rpc_method_handler),
+            (handler.unary_stream, grpc.unary_stream_rpc_method_handler),
+            (handler.stream_unary, grpc.stream_unary_rpc_method_handler),
+            (handler.stream_stream, grpc.stream_stream_rpc_method_handler),
+        )
+        if behind is not None
+    )
+
+    async def run(request: Any, context: Context) -> Any:
+        await admit(context)
+        return await behind(request, context)
+
+    return make(
+        run,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+class Access:
+    """What the caller of the running call may name. Without a caller everything raises ``LookupError``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def require(self, namespace: Namespace) -> Namespace:
+        """A namespace to be opened. Raises ``NotCovered``, whether or not there is such a tenant."""
+        if not _caller.get().covers(namespace.tenant):
+            raise NotCovered(
+                f"tenant {namespace.tenant[:80]!r} is not covered by this credential; name one that is"
+            )
+        return namespace
+
+    def space(self, digest: bytes) -> Space:
+        """An open namespace. Raises ``NamespaceUnknown``, ``InvalidArgument``."""
+        space = self._store.space(wire.digest(digest))
+        if not _caller.get().covers(space.namespace.tenant):
+            raise unknown_namespace(digest)
+        return space
+
+    def worker(self, message: pb.Worker) -> Worker:
+        """The worker that a message names, among this caller's. Raises ``InvalidArgument``."""
+        named = wire.worker_of(message)
+        return Worker(_caller.get(), named.token, named.mapped)
+
+    def ticket(self, ticket: int) -> int:
+        """A ticket. Raises ``TicketUnknown``."""
+        if not _caller.get().covers(self._store.tenant_of_ticket(ticket)):
+            raise unknown_ticket(ticket)
+        return ticket
+
+    def status(self, status: Status) -> Status:
+        """What this caller may see of the store's status: totals say what other tenants do."""
+        caller = _caller.get()
+        if caller.operator or caller.tenants is None:
+            return status
+        return Status(
+            host=replace(status.host, used_bytes=0, blocks=0),
+            disk=replace(status.disk, used_bytes=0, blocks=0),
+            mode=status.mode,
+            pinned=status.pinned,
+            dirty_blocks=0,
+            units=0,
+            leases=0,
+            namespaces=0,
+        )

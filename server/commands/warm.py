@@ -1,0 +1,200 @@
+"""``latentkv warm``: documents prefilled ahead of time.
+
+The model is behind an entry point: this package knows no torch, and a daemon alone needs none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import kvstore
+from kvstore.errors import InvalidArgument, Unavailable
+from server.commands.daemon import AsJson, Data, Url, address
+from server.commands.failures import NO, one_line
+from server.commands.status import size
+
+WARMERS = "latentkv.warmers"  # entry points, by the name of the framework
+_TIMEOUT = 10.0  # seconds that a call of the daemon may take
+_FLUSH_SECONDS = 120.0
+
+
+class Warmed(Protocol):
+    """What became of a document; see ``mla/warming.py``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def whole_tokens(self) -> int: ...
+    @property
+    def computed_tokens(self) -> int: ...
+    @property
+    def stored_tokens(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def done(self) -> bool: ...
+
+
+class Warmer(Protocol):
+    """A model in front of the store."""
+
+    def read(self, text: bytes) -> Sequence[int]: ...
+
+    def warm(self, documents: Sequence[tuple[str, Sequence[int]]]) -> Iterator[Warmed]: ...
+
+    def flush(self, timeout: float) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All documents. ``saves_seconds``: prefill time that one hit of each will save, at this run's rate."""
+
+    documents: int
+    stored: int
+    tokens: int
+    stored_tokens: int
+    computed_tokens: int
+    nbytes: int
+    seconds: float
+    tokens_a_second: float | None  # None if nothing was computed
+    saves_seconds: float | None
+    on_disk: bool
+    failed: list[str]
+
+
+def warm(
+    directory: Annotated[Path, typer.Argument(help="Directory of text files.", show_default=False)],
+    model: Annotated[
+        str, typer.Option(help="A checkpoint's directory, or 'tiny', the built-in one.", show_default=False)
+    ],
+    pattern: Annotated[str, typer.Option(help="Which files, below the directory too.")] = "*",
+    device: Annotated[str | None, typer.Option(help="cuda, cpu, ... (a GPU if there is one)")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="For exact sessions.")] = False,
+    prefill_chunk: Annotated[int, typer.Option(help="Tokens of a forward pass.", min=64)] = 512,
+    tenant: Annotated[str, typer.Option(help="Tenant of the namespace.")] = "default",
+    salt: Annotated[str, typer.Option(help="Salt of the namespace.")] = "",
+    listen: Url = None,
+    data: Data = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prefill documents ahead of time. What is stored is skipped, so it may be run again and again."""
+    with one_line():
+        files = _files(directory, pattern)
+        warmer_class = _warmer()
+        store = kvstore.connect(address(listen, data), timeout=_TIMEOUT)
+        try:
+            store.status()  # before a model is loaded for nothing
+        except Unavailable as error:
+            raise Unavailable(f"{error}; warm stores through a running daemon") from None
+        options = {"device": device, "exact": exact, "prefill_chunk": prefill_chunk}
+        with warmer_class(store, model, tenant=tenant, salt=salt, **options) as warmer:
+            summary = _run(warmer, directory, files, as_json)
+        store.close()
+    if as_json:
+        print(json.dumps(asdict(summary)))
+    else:
+        _show(summary)
+    if summary.stored < summary.documents:
+        raise typer.Exit(NO)
+
+
+def _files(directory: Path, pattern: str) -> list[Path]:
+    if not directory.is_dir():
+        raise InvalidArgument(f"{directory} is no directory; name one with text files")
+    files = sorted(path for path in directory.rglob(pattern) if path.is_file())
+    if not files:
+        raise InvalidArgument(f"{directory} has no file {pattern!r}")
+    return files
+
+
+def _warmer() -> Callable[..., AbstractContextManager[Warmer]]:
+    for found in entry_points(group=WARMERS):
+        try:
+            loaded: Callable[..., AbstractContextManager[Warmer]] = found.load()
+        except ImportError as error:
+            raise InvalidArgument(f"warm needs a model ({error}): pip install 'latentkv[mla]'") from None
+        return loaded
+    raise InvalidArgument(f"no entry point {WARMERS} is installed: pip install latentkv anew")
+
+
+def _run(warmer: Warmer, directory: Path, files: list[Path], as_json: bool) -> Summary:
+    documents, failed = [], []
+    for path in files:
+        name = str(path.relative_to(directory))
+        try:
+            documents.append((name, warmer.read(path.read_bytes())))
+        except InvalidArgument as error:
+            failed.append(f"{name}: {error}")
+    done: list[Warmed] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("prefilling, tokens", total=sum(len(tokens) for _, tokens in documents))
+        for each in warmer.warm(documents):
+            done.append(each)
+            bar.advance(task, each.tokens)
+            if as_json:
+                print(json.dumps(_line(each)), flush=True)
+            if not each.done:
+                failed.append(f"{each.name}: {each.stored_tokens} of {each.whole_tokens} tokens are stored")
+    return _summary(len(files), done, failed, on_disk=warmer.flush(_FLUSH_SECONDS))
+
+
+def _line(each: Warmed) -> dict[str, Any]:
+    return {
+        "document": each.name,
+        "tokens": each.tokens,
+        "stored_tokens": each.stored_tokens,
+        "computed_tokens": each.computed_tokens,
+        "seconds": each.seconds,
+    }
+
+
+def _summary(documents: int, done: list[Warmed], failed: list[str], *, on_disk: bool) -> Summary:
+    computed = sum(each.computed_tokens for each in done)
+    stored = sum(each.stored_tokens for each in done)
+    busy = sum(each.seconds for each in done if each.computed_tokens)
+    rate = computed / busy if computed and busy else None
+    return Summary(
+        documents=documents,
+        stored=sum(each.done for each in done),
+        tokens=sum(each.tokens for each in done),
+        stored_tokens=stored,
+        computed_tokens=computed,
+        nbytes=sum(each.nbytes for each in done),
+        seconds=sum(each.seconds for each in done),
+        tokens_a_second=rate,
+        saves_seconds=stored / rate if rate else None,
+        on_disk=on_disk,
+        failed=failed,
+    )
+
+
+def _show(summary: Summary) -> None:
+    console = Console(highlight=False, markup=False)
+    where = "on disk" if summary.on_disk else "in memory"
+    console.print(
+        f"{summary.stored:,} of {summary.documents:,} documents are stored: {summary.stored_tokens:,} of"
+        f" {summary.tokens:,} tokens, {size(summary.nbytes)}, {where}; {summary.computed_tokens:,} were"
+        f" computed in {summary.seconds:.1f} s, the rest was there."
+    )
+    if summary.saves_seconds is not None:
+        console.print(
+            f"At {summary.tokens_a_second:,.0f} tokens a second, one hit of each will save"
+            f" {summary.saves_seconds:,.1f} s of prefill, less the time to load it."
+        )
+    for line in summary.failed:
+        console.print(f"not stored: {line}")

@@ -1,0 +1,174 @@
+"""Who may do what: callers, what proves them, and the file that an operator keeps of both.
+
+A caller is who a call comes from: it has a set of tenants. What proves it is a bearer token,
+a verified client certificate, or, on this host, the uid of its process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import stat
+import tomllib
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvstore.errors import KVStoreError
+
+ALL = "*"  # in the file: every tenant
+_TOKEN_PREFIX = "latentkv_"
+_TOKEN = re.compile(_TOKEN_PREFIX + r"[A-Za-z0-9_-]{43}")  # 32 random bytes, so that a plain hash keeps them
+
+
+class CredentialsError(KVStoreError):
+    """The credentials file cannot be used; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls, and what that allows. Equal callers are one: what one holds is the other's too."""
+
+    name: str
+    tenants: frozenset[str] | None  # None is all
+    operator: bool = False  # may use the operators' service, which shows every tenant
+    maps: bool = False  # may map the arena, and so see every tenant's blocks in it
+
+    def covers(self, tenant: str) -> bool:
+        """Whether it may have to do with this tenant's blocks."""
+        return self.tenants is None or tenant in self.tenants
+
+
+EVERYONE = Caller("everyone", None, operator=True, maps=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What came with a call, at most one of the three."""
+
+    token: str | None = field(default=None, repr=False)
+    names: tuple[str, ...] = ()  # the alternative names of a client certificate that was verified
+    uid: int | None = None  # of the process, as the kernel says
+
+
+class Credentials(Protocol):
+    """Tells who calls."""
+
+    def caller(self, evidence: Evidence) -> Caller | None:
+        """Whom the evidence proves; None if nobody."""
+
+
+class Unguarded:
+    """No credentials file: everyone who can reach the daemon may do everything.
+
+    Only our own processes and root's may map the arena, as they could read our files.
+    """
+
+    def caller(self, evidence: Evidence) -> Caller | None:
+        """See ``Credentials``."""
+        return EVERYONE if evidence.uid in (None, 0, os.getuid()) else None
+
+
+class CredentialFile:
+    """The callers of a TOML file, which names each with one proof and its tenants."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ``CredentialsError``."""
+        self._path = path
+        self.reload()
+
+    def reload(self) -> None:
+        """Read the file again. Raises ``CredentialsError``; then what was known stays in force."""
+        listed = _read(self._path).credential
+        self._by_proof = {each.proof: each.caller() for each in listed}
+
+    def __len__(self) -> int:
+        return len(self._by_proof)
+
+    def caller(self, evidence: Evidence) -> Caller | None:
+        """See ``Credentials``."""
+        if evidence.token is not None:
+            return self._by_proof.get(("token", hash_of(evidence.token)))
+        if evidence.uid is not None:
+            return self._by_proof.get(("uid", evidence.uid))
+        found = (self._by_proof.get(("certificate", name)) for name in evidence.names)
+        return next((caller for caller in found if caller), None)
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[\w.@-]+$")  # for logs
+    tenants: tuple[str, ...] = ()
+    operator: bool = False
+    map: bool = False
+    token_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    certificate: str | None = None
+    uid: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if sum(proof is not None for proof in (self.token_sha256, self.certificate, self.uid)) != 1:
+            raise ValueError("give exactly one of token_sha256, certificate and uid")
+        if self.map and self.uid is None:
+            raise ValueError("map needs a uid: only processes of this host can map the arena")
+        if not self.tenants and not self.operator:
+            raise ValueError('give it tenants, such as ["search"] or ["*"], or operator = true')
+        return self
+
+    @property
+    def proof(self) -> tuple[str, str | int]:
+        if self.token_sha256 is not None:
+            return "token", self.token_sha256
+        return ("uid", self.uid) if self.uid is not None else ("certificate", self.certificate or "")
+
+    def caller(self) -> Caller:
+        tenants = None if ALL in self.tenants else frozenset(self.tenants)
+        return Caller(self.name, tenants, self.operator, self.map)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    credential: tuple[_Entry, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        said: list[tuple[str, str | int]] = []
+        for each in self.credential:
+            said += [("name", each.name), each.proof]
+        for (what, value), count in Counter(said).items():
+            if count > 1:
+                raise ValueError(f"two credentials have the {what} {value!r}; give each its own")
+        return self
+
+
+def _read(path: Path) -> _File:
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise CredentialsError(f"{path} may be written by others; chmod go-w it")
+            return _File.model_validate(tomllib.load(file))
+    except OSError as error:
+        raise CredentialsError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CredentialsError(f"{path} is no TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "credential"
+        raise CredentialsError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def new_token() -> str:
+    """A bearer token that nobody can guess."""
+    return _TOKEN_PREFIX + secrets.token_urlsafe(32)
+
+
+def hash_of(token: str) -> str:
+    """What a credentials file keeps of a token. What has not the form of one gets a hash that none has."""
+    return hashlib.sha256(token.encode()).hexdigest() if _TOKEN.fullmatch(token) else ""

@@ -1,0 +1,1 @@
+"""``latentkv explain``: why a prompt matched no further, and how two prompts part."""
