@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from server.commands import check, config, explain, plan, serve, status, token, warm
+from server.commands import bench, check, config, explain, plan, serve, status, token, warm
 
 app = typer.Typer(
     help="A tiered store for the prefix caches of MLA models.",
@@ -20,6 +20,7 @@ def _main() -> None:
 
 app.command()(serve.serve)
 app.command()(check.check)
+app.command()(bench.bench)
 app.command()(status.status)
 app.command()(status.top)
 app.command("explain")(explain.explain_prompt)

@@ -37,6 +37,7 @@ from server.health import Health
 from server.history import STEP_SECONDS, History
 from server.operators import OPERATOR, OperatorService
 from server.pages import Pages
+from server.record import RequestRecord
 from server.service import KVStoreService
 from server.tally import Tally, Worth
 from server.tls import server_credentials
@@ -78,6 +79,7 @@ class Daemon:
         self._credentials: Credentials = Unguarded()
         self._health = Health()
         self._tally = Tally(Worth(config.prefill_rate, config.gpu_hour_price))
+        self._record = RequestRecord(config.record_bytes)
         self._faults = FaultLog()
         self._history = History(self._tally)
         self._pages = Pages(self._config, self._tally, self._health, self._history, self._faults)
@@ -171,11 +173,11 @@ class Daemon:
     async def _listen(self) -> None:
         interceptors = [Identifying(self._credentials, self._workers, self._tally), Decoding()]
         self._server = grpc.aio.server(interceptors=interceptors, options=_GRPC_OPTIONS)
-        self._service = KVStoreService(self._store, self._workers, self._tally)
+        self._service = KVStoreService(self._store, self._workers, self._tally, self._record)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         operator_pb2_grpc.add_OperatorServicer_to_server(
-            OperatorService(self._store, self._pages), self._server
+            OperatorService(self._store, self._pages, self._record), self._server
         )
         reflection.enable_server_reflection(
             (wire.SERVICE, OPERATOR, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server

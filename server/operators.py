@@ -15,8 +15,11 @@ from kvstore.errors import KVStoreError
 from kvstore.store import Store
 from kvstore.v1 import operator_pb2 as pb
 from server.pages import Pages
+from server.record import RequestRecord
 from server.report import trail_report
 from server.streams import Context
+
+_BATCH = 64  # recorded requests of a message
 
 OPERATOR = pb.DESCRIPTOR.services_by_name["Operator"].full_name
 
@@ -44,9 +47,10 @@ class OperatorService:
     An operator sees every tenant: whoever may call this may know what each of them has stored.
     """
 
-    def __init__(self, store: Store, pages: Pages) -> None:
+    def __init__(self, store: Store, pages: Pages, record: RequestRecord) -> None:
         self._store = store
         self._pages = pages
+        self._record = record
 
     async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportResponse:
         """Everything an operator may want to see."""
@@ -74,3 +78,9 @@ class OperatorService:
             align=request.align,
         )
         return pb.TrailResponse(trail_json=json.dumps(trail_report(trail)))
+
+    async def Record(self, request: pb.RecordRequest, context: Context) -> None:
+        """The last requests."""
+        for batch in self._record.batches(_BATCH):
+            recorded = [pb.RecordedRequest(at=each.at, tokens=each.tokens, ids=each.ids) for each in batch]
+            await context.write(pb.RecordResponse(requests=recorded))

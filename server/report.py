@@ -37,6 +37,8 @@ class TenantReport:
     hit_tokens: int
     miss_tokens: int
     loaded_tokens: int
+    load_seconds: float
+    break_even_rate: float  # tokens a second
     saved_seconds: float
     saved_money: float
 
@@ -127,6 +129,8 @@ def tenants_of(tenants: dict[str, TenantTally], worth: Worth) -> list[TenantRepo
             hit_tokens=tally.hit_tokens.total(),
             miss_tokens=tally.miss_tokens.total(),
             loaded_tokens=tally.loaded_tokens.total(),
+            load_seconds=tally.load_seconds,
+            break_even_rate=tally.break_even_rate,
             saved_seconds=tally.saved_seconds,
             saved_money=worth.money(tally.saved_seconds),
         )

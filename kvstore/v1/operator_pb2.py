@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvstore/v1/operator.proto\x12\nkvstore.v1\"\x0f\n\rReportRequest\"%\n\x0eReportResponse\x12\x13\n\x0breport_json\x18\x01 \x01(\t\"\x13\n\x11NamespacesRequest\"7\n\rOpenNamespace\x12\x16\n\x0enamespace_json\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"C\n\x12NamespacesResponse\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.kvstore.v1.OpenNamespace\"P\n\x0cTrailRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05\x61lign\x18\x04 \x01(\r\"#\n\rTrailResponse\x12\x12\n\ntrail_json\x18\x01 \x01(\t2\xd6\x01\n\x08Operator\x12?\n\x06Report\x12\x19.kvstore.v1.ReportRequest\x1a\x1a.kvstore.v1.ReportResponse\x12K\n\nNamespaces\x12\x1d.kvstore.v1.NamespacesRequest\x1a\x1e.kvstore.v1.NamespacesResponse\x12<\n\x05Trail\x12\x18.kvstore.v1.TrailRequest\x1a\x19.kvstore.v1.TrailResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvstore/v1/operator.proto\x12\nkvstore.v1\"\x0f\n\rReportRequest\"%\n\x0eReportResponse\x12\x13\n\x0breport_json\x18\x01 \x01(\t\"\x13\n\x11NamespacesRequest\"7\n\rOpenNamespace\x12\x16\n\x0enamespace_json\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"C\n\x12NamespacesResponse\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.kvstore.v1.OpenNamespace\"P\n\x0cTrailRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05\x61lign\x18\x04 \x01(\r\"#\n\rTrailResponse\x12\x12\n\ntrail_json\x18\x01 \x01(\t\"\x0f\n\rRecordRequest\":\n\x0fRecordedRequest\x12\n\n\x02\x61t\x18\x01 \x01(\x01\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\"?\n\x0eRecordResponse\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.kvstore.v1.RecordedRequest2\x99\x02\n\x08Operator\x12?\n\x06Report\x12\x19.kvstore.v1.ReportRequest\x1a\x1a.kvstore.v1.ReportResponse\x12K\n\nNamespaces\x12\x1d.kvstore.v1.NamespacesRequest\x1a\x1e.kvstore.v1.NamespacesResponse\x12<\n\x05Trail\x12\x18.kvstore.v1.TrailRequest\x1a\x19.kvstore.v1.TrailResponse\x12\x41\n\x06Record\x12\x19.kvstore.v1.RecordRequest\x1a\x1a.kvstore.v1.RecordResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,6 +45,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAILREQUEST']._serialized_end=324
   _globals['_TRAILRESPONSE']._serialized_start=326
   _globals['_TRAILRESPONSE']._serialized_end=361
-  _globals['_OPERATOR']._serialized_start=364
-  _globals['_OPERATOR']._serialized_end=578
+  _globals['_RECORDREQUEST']._serialized_start=363
+  _globals['_RECORDREQUEST']._serialized_end=378
+  _globals['_RECORDEDREQUEST']._serialized_start=380
+  _globals['_RECORDEDREQUEST']._serialized_end=438
+  _globals['_RECORDRESPONSE']._serialized_start=440
+  _globals['_RECORDRESPONSE']._serialized_end=503
+  _globals['_OPERATOR']._serialized_start=506
+  _globals['_OPERATOR']._serialized_end=787
 # @@protoc_insertion_point(module_scope)

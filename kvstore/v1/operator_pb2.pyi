@@ -51,3 +51,23 @@ class TrailResponse(_message.Message):
     TRAIL_JSON_FIELD_NUMBER: _ClassVar[int]
     trail_json: str
     def __init__(self, trail_json: _Optional[str] = ...) -> None: ...
+
+class RecordRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RecordedRequest(_message.Message):
+    __slots__ = ("at", "tokens", "ids")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    at: float
+    tokens: int
+    ids: bytes
+    def __init__(self, at: _Optional[float] = ..., tokens: _Optional[int] = ..., ids: _Optional[bytes] = ...) -> None: ...
+
+class RecordResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RecordedRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RecordedRequest, _Mapping]]] = ...) -> None: ...

@@ -49,6 +49,11 @@ class OperatorStub(object):
                 request_serializer=kvstore_dot_v1_dot_operator__pb2.TrailRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_operator__pb2.TrailResponse.FromString,
                 _registered_method=True)
+        self.Record = channel.unary_stream(
+                '/kvstore.v1.Operator/Record',
+                request_serializer=kvstore_dot_v1_dot_operator__pb2.RecordRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_operator__pb2.RecordResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer(object):
@@ -75,6 +80,13 @@ class OperatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Record(self, request, context):
+        """The last requests, oldest first, as far as the daemon remembers them: a trace for `plan`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +104,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Trail,
                     request_deserializer=kvstore_dot_v1_dot_operator__pb2.TrailRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_operator__pb2.TrailResponse.SerializeToString,
+            ),
+            'Record': grpc.unary_stream_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=kvstore_dot_v1_dot_operator__pb2.RecordRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_operator__pb2.RecordResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +192,33 @@ class Operator(object):
             '/kvstore.v1.Operator/Trail',
             kvstore_dot_v1_dot_operator__pb2.TrailRequest.SerializeToString,
             kvstore_dot_v1_dot_operator__pb2.TrailResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.v1.Operator/Record',
+            kvstore_dot_v1_dot_operator__pb2.RecordRequest.SerializeToString,
+            kvstore_dot_v1_dot_operator__pb2.RecordResponse.FromString,
             options,
             channel_credentials,
             insecure,

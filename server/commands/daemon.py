@@ -19,6 +19,7 @@ from kvstore.v1 import operator_pb2 as pb
 from kvstore.v1 import operator_pb2_grpc
 from server.config import ConfigError, default_listen, load
 from server.explaining.explanation import Opened
+from server.planning.trace import Trace, recorded_trace
 
 ANSWER_SECONDS = 5.0
 
@@ -78,6 +79,17 @@ class Operator:
         """The daemon's report as ``server.report.Report`` has it."""
         report: dict[str, Any] = json.loads(self._ask(self._stub.Report, pb.ReportRequest()).report_json)
         return report
+
+    def record(self) -> Trace:
+        """The daemon's record of its last requests. Raises ``InvalidArgument`` if there is none."""
+
+        def answers(request: Any, **options: Any) -> list[Any]:
+            return list(self._stub.Record(request, **options))
+
+        batches = self._ask(answers, pb.RecordRequest())
+        return recorded_trace(
+            (each.at, each.tokens, each.ids) for batch in batches for each in batch.requests
+        )
 
     def namespaces(self) -> list[Opened]:
         """The open namespaces."""
