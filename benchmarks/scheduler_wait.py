@@ -17,7 +17,7 @@ import functools
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -93,8 +93,10 @@ class Engine:
         self._hasher = get_request_block_hasher(PAGE_TOKENS, sha256)
         self._clock = Clock()
         self.connector = self._scheduler.connector
-        for name in ("on_new_request", "get_num_new_matched_tokens") if url else ():
-            setattr(self.connector, name, self._clock.timed(getattr(self.connector, name)))
+        if url is not None:
+            ours, timed = self.connector, self._clock.timed
+            ours.on_new_request = timed(ours.on_new_request)
+            ours.get_num_new_matched_tokens = timed(ours.get_num_new_matched_tokens)
 
     def request(self, name: str, prompt: list[int]) -> Wait:
         """From a request's arrival until it is admitted; then it is aborted."""
@@ -120,12 +122,13 @@ class Engine:
         loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         loaded = request.num_computed_tokens if loading else 0
         self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-        self._end_step(step, {name} if loading else None)
-        self._end_step(self._scheduler.schedule())
+        self._end_step(step)
+        held = {name} & self._scheduler.requests.keys()  # until workers have loaded or stored
+        self._end_step(self._scheduler.schedule(), held if loading else set(), set() if loading else held)
         return Wait(self._clock.seconds, scheduler, admitted, loaded)
 
-    def _end_step(self, step: Any, loaded: set[str] | None = None) -> None:
-        """What workers would have said: nothing was run, these requests' loads have ended."""
+    def _end_step(self, step: Any, loaded: Set[str] = frozenset(), stored: Set[str] = frozenset()) -> None:
+        """What workers would have said: nothing was run, these requests' loads and stores have ended."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         names = list(step.num_scheduled_tokens)
@@ -133,7 +136,9 @@ class Engine:
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=[[] for _ in names],
-            kv_connector_output=KVConnectorOutput(finished_recving=loaded),
+            kv_connector_output=KVConnectorOutput(
+                finished_recving=set(loaded) or None, finished_sending=set(stored) or None
+            ),
         )
         self._scheduler.update_from_output(step, output)
 

@@ -60,6 +60,9 @@ _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     errors.LeaseUnknown: grpc.StatusCode.NOT_FOUND,
     errors.TicketUnknown: grpc.StatusCode.NOT_FOUND,
     errors.UnitUnknown: grpc.StatusCode.NOT_FOUND,
+    errors.PinUnknown: grpc.StatusCode.NOT_FOUND,
+    errors.PinLimit: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.UnitPinned: grpc.StatusCode.FAILED_PRECONDITION,
     errors.EpochPassed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NamespaceMismatch: grpc.StatusCode.NOT_FOUND,  # also of a tenant whom the caller must not see
     errors.NotReserved: grpc.StatusCode.FAILED_PRECONDITION,

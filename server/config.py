@@ -79,6 +79,7 @@ class Config(BaseSettings):
     ghost_bytes: ByteSize = ByteSize(64 << 20)
     ttl_seconds: float = 86400.0
     max_age_seconds: float = 0.0
+    pin_share: float = 0.5
     lease_seconds: float = 60.0
     drain_seconds: float = Field(default=30.0, gt=0)
     readers: int = 8

@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from grpc_reflection.v1alpha import reflection
 from kvstore import wire
 from kvstore.address import UNIX, Address
 from kvstore.errors import KVStoreError
+from kvstore.observer import Observer
+from kvstore.settings import StoreSettings
 from kvstore.store import Store
 from kvstore.v1 import kvstore_pb2_grpc, operator_pb2_grpc
 from server.access import Identifying
@@ -58,11 +61,20 @@ class AddressInUse(KVStoreError):
     """Another process listens on the address."""
 
 
+OpenStore = Callable[[StoreSettings, Observer], Awaitable[Store]]
+
+
+async def open_store(settings: StoreSettings, observer: Observer) -> Store:
+    """The store of a daemon. Raises as ``Store.open``."""
+    return await Store.open(settings, observer=observer)
+
+
 class Daemon:
     """One store behind one gRPC server, and a handover socket if that is a unix socket."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, open_store: OpenStore = open_store) -> None:
         self._config = config
+        self._open_store = open_store
         self._address = config.address
         self._credentials: Credentials = Unguarded()
         self._health = Health()
@@ -119,7 +131,7 @@ class Daemon:
         # First, so that a daemon that takes long to start can say so.
         self._web = self._open_web()
         try:
-            self._store = await Store.open(self._config.store_settings(), observer=self._tally)
+            self._store = await self._open_store(self._config.store_settings(), self._tally)
         except BaseException:
             await self._close_web()
             raise

@@ -123,6 +123,11 @@ class LatentKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks that the store holds now."""
         return self._scheduler.take_events()
 
+    def reset_cache(self) -> bool:
+        """Nothing of before is found from now on; other servers keep theirs."""
+        self._scheduler.reset()
+        return True
+
     # --- worker
 
     @property

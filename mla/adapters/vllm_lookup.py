@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from array import array
@@ -49,6 +50,10 @@ class Lookup:
         """Failures by kind."""
         with self._lock:
             return self._counters.copy()
+
+    def reset(self) -> None:
+        """Find nothing of before from now on: a salt of its own names what this server stores."""
+        self._base = replace(self._base, salt=secrets.token_hex(16))
 
     def match(
         self, tokens: Sequence[int], count: int, extra: Mapping[int, bytes], adapter: tuple[str, str]

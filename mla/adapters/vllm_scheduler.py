@@ -285,6 +285,15 @@ class SchedulerSide:
         events, self._events = self._events, []
         yield from events if self._with_events else ()
 
+    def reset(self) -> None:
+        """See ``reset_cache``: what was computed before is neither found nor stored any more."""
+        self._lookup.reset()
+        for tracked in self._requests.values():
+            if tracked.admitted:
+                tracked.answer = Answer()  # it runs on, partly with what was there before
+            else:
+                self._ask(tracked)
+
     def close(self) -> None:
         """End the threads; what they ask is not waited for."""
         self._threads.shutdown(wait=False, cancel_futures=True)

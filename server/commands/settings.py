@@ -30,6 +30,7 @@ HELP = {
     "ghost_bytes": "RAM for chains seen and not stored. (64MiB)",
     "ttl_seconds": "Life of a block since its last use; 0 is for ever. (86400)",
     "max_age_seconds": "Life of a block since it was stored; 0 is for ever. (0)",
+    "pin_share": "Share of the disk that pins may keep, 0 to 0.8. (0.5)",
     "lease_seconds": "Life of an unused lease. (60)",
     "drain_seconds": "Deadline for what is unwritten at the end. (30)",
     "readers": "Threads that read blocks. (8)",

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import mmap
+from contextlib import closing
 from pathlib import Path
+
+from kvstore.checking import check
+from kvstore.records import CheckedCatalog, Records
 
 LAYERS = 2
 RANK, ROPE = 32, 16
@@ -17,8 +22,8 @@ CONFIG = {
     "moe_intermediate_size": 32,
     "num_hidden_layers": LAYERS,
     "first_k_dense_replace": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "q_lora_rank": None,
@@ -27,7 +32,7 @@ CONFIG = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
     "vocab_size": VOCABULARY,
-    "max_position_embeddings": 262144,
+    "max_position_embeddings": 524288,
     "torch_dtype": "bfloat16",
 }
 
@@ -49,13 +54,18 @@ def damage(data: Path, block: bytes) -> None:
         file.write(bytes([block[at] ^ 1]))
 
 
-def damage_first_blocks(data: Path) -> None:
-    """Flip bits all over what a daemon's payloads hold, so that the first block of each chain has one."""
+def damage_block(data: Path, depth: int) -> None:
+    """Flip a bit of one block of a daemon that is down: of those at this depth, the one stored first."""
+    file = data / "catalog" / "data.mdb"
+    with closing(CheckedCatalog.open(file.parent, file.stat().st_size)) as catalog:
+        blocks = [block for block in Records(catalog).blocks.values() if block.depth == depth]
+    block = min(blocks, key=lambda block: block.place)
     (payloads,) = (data / "payloads").rglob("data.mdb")
-    used = len(payloads.read_bytes().rstrip(b"\0"))
-    with payloads.open("r+b") as file:
-        for at in range(used // 40, used, used // 40):
-            file.seek(at)
-            (byte,) = file.read(1)
-            file.seek(at)
-            file.write(bytes([byte ^ 1]))
+    at = block.page * mmap.PAGESIZE + block.length // 2
+    with payloads.open("r+b") as bytes_on_disk:
+        bytes_on_disk.seek(at)
+        (byte,) = bytes_on_disk.read(1)
+        bytes_on_disk.seek(at)
+        bytes_on_disk.write(bytes([byte ^ 1]))
+    faults = check(data).faults
+    assert [(fault.kind, fault.subject) for fault in faults] == [("payload_wrong", block.hash.hex())]

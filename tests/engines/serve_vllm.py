@@ -25,6 +25,7 @@ def main(url: str, model: str, out: str, *requests: str) -> None:
         dtype="float32",
         max_model_len=2048,
         enforce_eager=True,
+        attention_backend="CPU_MLA",  # whatever the processor has: AMX has no fp32
         max_logprobs=VOCABULARY,
         logprobs_mode="raw_logits",
         kv_transfer_config={

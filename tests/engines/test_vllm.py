@@ -142,8 +142,9 @@ def test_other_requests_go_on_while_one_loads(site: Site) -> None:
     assert engine.loaded == {"b": 640}
 
 
-def test_a_corrupt_block_is_computed_again_and_healed(site: Site) -> None:
-    text = prompt(700)
+@pytest.mark.parametrize("tokens", [700, 640])  # a hit of some of the prompt, and of all of it
+def test_a_corrupt_block_is_computed_again_and_healed(site: Site, tokens: int) -> None:
+    text = prompt(tokens)
     site.start().serve("a", text)
     assert site.daemon.term() == 0
     damaged = TRUTH.entries(text)[:, 4 * BLOCK_TOKENS : 5 * BLOCK_TOKENS].contiguous().numpy().tobytes()
@@ -241,6 +242,26 @@ def test_servers_and_requests_that_differ_never_share(site: Site, tmp_path: Path
     same = site.start()
     same.serve("c", text, cache_salt="one")
     assert same.loaded == {"c": 640}
+
+
+def test_a_reset_of_the_cache_forgets_what_was_before_and_begins_anew(site: Site) -> None:
+    text, other = prompt(700), prompt(300, 1)
+    engine = site.start()
+    engine.serve("a", text)
+    running = engine.add("running", other, 100)
+    engine.run_until(lambda: len(engine.answers["running"]) == 3)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.run()
+    assert running.num_preemptions == 1
+    assert engine.answers["running"] == TRUTH.answer(other, 100)
+    assert engine.serve("b", text) == TRUTH.answer(text, 3)
+    assert engine.loaded == {}
+    assert engine.scheduler.reset_prefix_cache()  # the engine's own only
+    assert engine.serve("c", text) == TRUTH.answer(text, 3)
+    assert engine.loaded == {"c": 640}
+    elsewhere = site.start()
+    elsewhere.serve("d", text)
+    assert elsewhere.loaded == {"d": 640}
 
 
 @pytest.mark.parametrize("moment", ["load", "save"])

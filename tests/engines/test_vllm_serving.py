@@ -2,7 +2,8 @@
 
 vLLM's CPU kernels for MLA give other logits in decoding, and in a prefill behind a cached prefix,
 than in a prefill of everything, with no connector at all. So a hit whose last token is decoded is
-compared with decoding that token behind the same prompt without a hit.
+compared with decoding that token behind the same prompt without a hit; and the block that is damaged
+is the first one, so that all is prefilled again. (test_vllm.py damages one in the middle.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from transformers import DeepseekV3ForCausalLM
 
 from mla.tiny import tiny_config
-from tests.engines.checkpoint import damage_first_blocks
+from tests.engines.checkpoint import damage_block
 from tests.server.conftest import ROOT_DIR, Fleet
 
 ROUNDING = 1e-3  # of logits of about 1 in fp32, computed in one pass or in two
@@ -76,7 +77,7 @@ def test_a_hit_gives_the_logits_of_no_hit_and_a_corrupt_block_is_computed_again(
     assert distance(warm, cold) < ROUNDING
 
     assert daemon.term() == 0
-    damage_first_blocks(Path(chosen[chosen.index("--data") + 1]))
+    damage_block(Path(chosen[chosen.index("--data") + 1]), depth=1)
     daemon.start()
     (healed,) = serve(daemon.url, model, out, (text, 7))
     assert (healed["loaded"], healed["short"]) == (0, 1)

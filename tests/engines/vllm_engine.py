@@ -20,6 +20,7 @@ from vllm.config import (
     KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
@@ -49,6 +50,7 @@ def vllm_config(url: str | None, model: Path, block_size: int, **changes: Any) -
     chunk = changes.pop("chunk", 256)
     length = changes.pop("length", 32768)
     policy = changes.pop("policy", "recompute")
+    parallel = ParallelConfig(tensor_parallel_size=changes.pop("ranks", 1), distributed_executor_backend="mp")
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length
@@ -62,6 +64,7 @@ def vllm_config(url: str | None, model: Path, block_size: int, **changes: Any) -
             is_encoder_decoder=False,
         ),
         device_config=DeviceConfig("cpu"),
+        parallel_config=parallel,
         kv_transfer_config=None if url is None else _transfer_config(extra, policy),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     )
@@ -100,9 +103,6 @@ def cache_config(block_size: int, num_blocks: int) -> KVCacheConfig:
 class Truth:
     """What the model computes: latents and next tokens, from tokens alone."""
 
-    def __init__(self) -> None:
-        self._digests: dict[bytes, list[bytes]] = {}
-
     def entries(self, tokens: Sequence[int]) -> torch.Tensor:
         """``[layers, tokens, ENTRY]`` bytes."""
         digest = b""
@@ -126,13 +126,26 @@ def next_token(cached: torch.Tensor) -> int:
     return int.from_bytes(digest, "little") % VOCABULARY
 
 
+@dataclass(frozen=True)
+class Known:
+    """What a worker knows of a request."""
+
+    request_id: str
+    num_computed_tokens: int
+    all_token_ids: list[int]
+
+    @classmethod
+    def of(cls, request: Request) -> Known:
+        return cls(request.request_id, request.num_computed_tokens, list(request.all_token_ids))
+
+
 @dataclass
 class Worker:
     """What vLLM's model runner does with a step, around the model of this module."""
 
     config: VllmConfig
     cache: KVCacheConfig
-    truth: Truth
+    truth: Truth = field(default_factory=Truth)
     tables: dict[str, list[int]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
 
@@ -146,7 +159,7 @@ class Worker:
             {name: data.view(torch.bfloat16) for name, data in self.bytes.items()}
         )
 
-    def execute(self, step: SchedulerOutput, requests: dict[str, Request]) -> ModelRunnerOutput:
+    def execute(self, step: SchedulerOutput, requests: dict[str, Known]) -> ModelRunnerOutput:
         connector = self.connector
         connector.handle_preemptions(step.kv_connector_metadata)
         connector.bind_connector_metadata(step.kv_connector_metadata)
@@ -179,7 +192,10 @@ class Worker:
                 self.tables[name] = []
             self.tables[name] += blocks[0] if blocks else []
 
-    def _run(self, request: Request, count: int) -> list[int]:
+    def close(self) -> None:
+        self.connector.shutdown()
+
+    def _run(self, request: Known, count: int) -> list[int]:
         """Compute ``count`` tokens; the sampled one, once the last known token is computed."""
         stop = request.num_computed_tokens
         tokens = list(request.all_token_ids[:stop])
@@ -188,17 +204,24 @@ class Worker:
         slots = (pages[:, None] * self.block_size + torch.arange(self.block_size)).view(-1)
         for layer, data in enumerate(self.bytes.values()):
             data.view(-1, ENTRY)[slots[stop - count : stop]] = fresh[layer]
-        if stop < request.num_tokens:
+        if stop < len(request.all_token_ids):
             return []
         cached = torch.stack([data.view(-1, ENTRY)[slots[:stop]] for data in self.bytes.values()])
         return [next_token(cached)]
 
 
 class Engine:
-    """One server: scheduler, and a worker of one rank."""
+    """One server: scheduler, and a worker of one rank unless others are made."""
 
     def __init__(
-        self, url: str, model: Path, *, block_size: int = 16, num_blocks: int = 600, **changes: Any
+        self,
+        url: str,
+        model: Path,
+        *,
+        block_size: int = 16,
+        num_blocks: int = 600,
+        make_worker: Callable[[VllmConfig, KVCacheConfig], Any] = Worker,
+        **changes: Any,
     ) -> None:
         self.config = vllm_config(url, model, block_size, **changes)
         self.config.cache_config.num_gpu_blocks = num_blocks
@@ -211,8 +234,7 @@ class Engine:
             log_stats=True,
         )
         self.scheduler.kv_event_publisher.publish = self._publish
-        self.truth = Truth()
-        self.worker = Worker(self.config, cache, self.truth)
+        self.worker = make_worker(self.config, cache)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(block_size, sha256)
         self.answers: dict[str, list[int]] = {}
@@ -254,7 +276,8 @@ class Engine:
             self.on_load()
         if step.kv_connector_metadata.saves:
             self.on_save()
-        output = self.worker.execute(step, self.requests)
+        known = {name: Known.of(self.requests[name]) for name in step.num_scheduled_tokens}
+        output = self.worker.execute(step, known)
         for outputs in self.scheduler.update_from_output(step, output).values():
             for one in outputs.outputs:
                 self._take(one)
@@ -288,4 +311,4 @@ class Engine:
 
     def close(self) -> None:
         self.scheduler.shutdown()
-        self.worker.connector.shutdown()
+        self.worker.close()
