@@ -19,6 +19,7 @@ from kvstore.survey import UnitSurvey, unit_survey
 
 Result = TypeVar("Result")
 UnitOrder = Literal["used", "created", "tokens", "hits"]
+UNIT_ORDERS: tuple[UnitOrder, ...] = ("used", "created", "tokens", "hits")
 
 
 @dataclass(frozen=True, slots=True)

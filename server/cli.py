@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from server.commands import bench, check, config, explain, plan, serve, status, token, warm
+from server.commands import bench, check, config, explain, plan, serve, status, token, units, warm
 
 app = typer.Typer(
     help="A tiered store for the prefix caches of MLA models.",
@@ -27,6 +27,7 @@ app.command("explain")(explain.explain_prompt)
 app.command()(token.token)
 app.command("plan")(plan.plan_sizes)
 app.command()(warm.warm)
+app.add_typer(units.app, name="units")
 app.add_typer(config.app, name="config")
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from kvstore.api import Status, Tier
 from kvstore.survey import NamespaceSurvey, Survey, UnitSurvey
 from kvstore.trail import Trail
-from kvstore.units import UnitKind
 from server.faults import Fault
 from server.history import Sample
+from server.holdings import kinds_of
 from server.tally import Miss, TenantTally, Worth
 
 TOP_UNITS = 10
@@ -173,7 +173,7 @@ def unit_report(unit: UnitSurvey) -> UnitReport:
         hash=unit.hash[:6].hex(),
         tenant=unit.namespace.tenant,
         model=unit.namespace.model,
-        kinds=_kinds(unit.kinds),
+        kinds=kinds_of(unit.kinds),
         tokens=unit.tokens,
         nbytes=unit.nbytes,
         hits=unit.hits,
@@ -194,11 +194,7 @@ def trail_report(trail: Trail) -> dict[str, Any]:
         "stored_blocks": match.stored_blocks,
         "seen_blocks": trail.seen,
         "reason": match.reason.value,
-        "units": [asdict(unit) | {"kinds": _kinds(unit.kinds)} for unit in trail.units],
+        "units": [asdict(unit) | {"kinds": kinds_of(unit.kinds)} for unit in trail.units],
         "beyond": list(trail.beyond),
         "gone": asdict(trail.gone) if trail.gone is not None else None,
     }
-
-
-def _kinds(kinds: int) -> list[str]:
-    return [str(kind.name).lower() for kind in UnitKind(kinds)]

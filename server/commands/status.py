@@ -80,7 +80,7 @@ def _headline(report: Report) -> Text:
     style = "green" if state == "ready" else "bold red"
     text = Text(f"latentkv {report['release']} at {report['address']}: ")
     text.append(state, style)
-    return text.append(f", up {_duration(report['at'] - report['started'])}, data {report['data']}\n")
+    return text.append(f", up {duration(report['at'] - report['started'])}, data {report['data']}\n")
 
 
 def _tiers(report: Report) -> Table:
@@ -131,7 +131,7 @@ def _saved(tenant: Report) -> str:
     if not tenant["saved_seconds"]:
         return ""
     money = f", {tenant['saved_money']:,.2f}" if tenant["saved_money"] else ""
-    return _duration(tenant["saved_seconds"]) + money
+    return duration(tenant["saved_seconds"]) + money
 
 
 def _misses(report: Report) -> Table | None:
@@ -167,7 +167,8 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds for people."""
     for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {name}"

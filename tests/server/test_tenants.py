@@ -120,7 +120,7 @@ class Bare:
             answer = call(
                 iter(messages) if streamed else messages[0], timeout=DEADLINE, metadata=self._metadata
             )
-            if isinstance(call, grpc.StreamStreamMultiCallable):
+            if isinstance(call, grpc.StreamStreamMultiCallable | grpc.UnaryStreamMultiCallable):
                 list(answer)
         except grpc.RpcError as failure:
             return failure.code(), failure.details()  # type: ignore[attr-defined]
