@@ -166,10 +166,10 @@ class Session:
         request = self._open(tokens)
         whole, match = request.stored_until, request.match
         if match.unit_blocks * self._block >= whole:
-            return Prefilled(len(tokens), 0, whole)
+            return self._prefilled(request, 0, whole)
         job = request.job
         if job is None:
-            return Prefilled(len(tokens), 0, 0)
+            return self._prefilled(request, 0, 0)
         request.usable = request.hashes[: whole // self._block]
         stored = min(match.stored_blocks * self._block, whole)
         request.match = replace(match, blocks=(stored - stored % self._align) // self._block)
@@ -182,7 +182,12 @@ class Session:
                 self._keep(request, cache, whole)
         finally:
             job.finish()
-        return Prefilled(len(tokens), whole - start, job.wait(timeout) * self._block)
+        return self._prefilled(request, whole - start, job.wait(timeout) * self._block)
+
+    def _prefilled(self, request: _Request, computed: int, stored: int) -> Prefilled:
+        done = 0 < stored == request.stored_until
+        unit = request.hashes[stored // self._block - 1] if done else None
+        return Prefilled(len(request.tokens), computed, stored, unit)
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until what was generated since the last call is on disk; False if some of it is not."""

@@ -133,6 +133,9 @@ def bring_about(scene: Scene, fleet: Fleet) -> None:
     assert ReserveState.RETRY in scene.reserve(greedy, prompt(12, HALF + 1))
     assert set(scene.reserve(greedy, prompts[MissReason.REFUSED])) == {ReserveState.RETRY}
     greedy.close()
+    prompts[MissReason.DELETED] = scene.store(prompt(14, 2))
+    with Operator(scene.daemon.url) as daemon:
+        daemon.delete("unit", scene.document(prompts[MissReason.DELETED]).hashes[-1].hex())
     prompts[MissReason.PENDING] = prompt(13, 2)
     filling = fleet.connect(scene.daemon.url)
     filling.open_namespace(OURS)
@@ -161,7 +164,7 @@ def ask(scene: Scene, tmp_path: Path) -> Asks:
 
 
 # These have tests of their own: what brings them about would spoil the rest.
-APART = {MissReason.UNAVAILABLE, MissReason.EXPIRED, MissReason.DELETED}
+APART = {MissReason.UNAVAILABLE, MissReason.EXPIRED}
 
 
 @pytest.mark.parametrize("reason", sorted(set(MissReason) - APART))
@@ -215,6 +218,7 @@ def test_a_block_that_has_expired_is_told(
     [
         (MissReason.EVICTED, Departure.CAPACITY),
         (MissReason.LOST, Departure.CORRUPT),
+        (MissReason.DELETED, Departure.DELETED),
         (MissReason.REFUSED, Setback.REFUSED),
         (MissReason.FAILED, Setback.GIVEN_UP),
     ],
