@@ -90,7 +90,8 @@ class Pins:
         self._hold(pin, row)
         try:
             unwritten = [each for each in chain if index.place[each] == NONE]
-            ticket = self._writer.tickets.give([*unwritten, *self._writer.awaited(row)], pin.namespace)
+            waits = [*unwritten, *self._writer.awaited(row)]
+            ticket = self._writer.tickets.give(waits, index.namespace[row])
             self._writer.hurry()
             if not await self._writer.tickets.wait(ticket):
                 raise DiskError("the unit could not be written to disk, so it is not pinned; try again later")

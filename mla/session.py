@@ -22,7 +22,7 @@ from kvstore.api import KVStore, Match, MissReason, Tier
 from kvstore.errors import InvalidArgument, InvalidTokens, NamespaceUnknown
 from kvstore.hashing import ROOT, Tokens, as_tokens, block_hashes
 from kvstore.namespace import DIGEST_BYTES, Namespace
-from kvstore.units import PersistPoint, UnitKind, plan_output
+from kvstore.units import UnitKind, plan_output, units_by_depth
 from mla.adapters.transformers import attach, cache_argument
 from mla.cache import LatentCache
 from mla.decoding import Decoding, plan_decoding
@@ -214,7 +214,7 @@ class Session:
             self._follow(digest, match.epoch)
         whole = len(tokens) - len(tokens) % self._align
         usable = hashes[: (len(tokens) - 1) // self._align * self._align // self._block]
-        units = _units(match.persist_points, whole, self._block)
+        units = units_by_depth(match.persist_points, whole, self._block)
         request = _Request(tokens, hashes, usable, key, match, whole, units)
         if self._queue is not None and not self._closed:
             if match.reason is MissReason.UNAVAILABLE:
@@ -374,21 +374,6 @@ class Session:
             self._counters[f"{verb}_failed"] += 1
 
         return or_miss(verb, work, miss, failed)
-
-
-def _units(points: Sequence[PersistPoint], whole: int, block: int) -> dict[int, UnitKind]:
-    """Depths in blocks at which a prompt leaves units, whose first ``whole`` tokens are stored.
-
-    In exact mode the last, partial chunk is not stored, so the prompt's end moves before it.
-    """
-    units: dict[int, UnitKind] = {}
-    for point in points:
-        at, kinds = point.tokens, point.kinds
-        if at > whole:
-            at, kinds = whole, kinds & UnitKind.REQUEST_END
-        if at and kinds:
-            units[at // block] = units.get(at // block, UnitKind.NONE) | kinds
-    return units
 
 
 def _flat(input_ids: Tokens | Tensor) -> Tokens:
