@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-oldest test-engines lint proto proto-check clean
+.PHONY: demo test test-oldest test-engines soak coverage lint proto proto-check clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,8 +17,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python -m benchmarks.disk_vs_prefill --demo --json out/demo.json --plot out/demo.png
 
+# A worker for each core; who has finished takes tests from who has not.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # The oldest transformers we support; its cache argument has another name.
 OLDEST := .venv-oldest
@@ -48,6 +49,19 @@ $(ENGINES)/.ready: pyproject.toml constraints.txt tests/engines/requirements.txt
 test-engines: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m pytest tests/engines
 
+# Lines and branches of kvstore and server that the tests reach. `mla` has no part in it but as their user.
+coverage: $(READY)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest tests/kvstore tests/server tests/crash tests/mla/session
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+# Faults of every kind under load, and not a byte wrong, lost or leaked; a longer one: make soak MINUTES=20 SEED=1
+MINUTES ?= 2
+SEED ?= 0
+soak: $(READY)
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --seed $(SEED) --json out/soak.json
+
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -62,4 +76,4 @@ proto-check:
 	sh proto/generate.sh --check
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(ENGINES) .venv-proto out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(ENGINES) .venv-proto out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*

@@ -18,20 +18,22 @@ _READY = "latentkv: serving on "
 
 
 class Daemon:
-    """``python -m server serve`` on one data directory, reached by a unix socket.
+    """``python -m server serve``, or another program, on one data directory, reached by a unix socket.
 
     ``pid`` and ``ended_by`` are what the kernel says of the process, so they tell whether
     it really was another one. Use it as a context: its end kills the process.
     """
 
-    def __init__(self, data: Path, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self, data: Path, flags: Sequence[str] = (), program: Sequence[str] = ("server", "serve")
+    ) -> None:
         # Of its own, since the path of a socket must be short.
         self._sockets = tempfile.TemporaryDirectory(prefix="latentkv-")
         self.url = f"unix://{self._sockets.name}/kv.sock"
         self.data = data
         self._log = data.with_name(data.name + ".log")
         self._command = [
-            *(sys.executable, "-m", "server", "serve"),
+            *(sys.executable, "-m", *program),
             *("--data", str(data), "--listen", self.url, "--log-level", "warning"),
             *flags,
         ]
@@ -65,13 +67,15 @@ class Daemon:
 
     def _start(self) -> None:
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log, text=True)
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
         assert self._process.stdout is not None
         # The line comes when requests are answered; an empty one when the process has ended.
         self.banner = self._process.stdout.readline().strip()
         if not self.banner.startswith(_READY):
             self._end(signal.SIGKILL)
-            raise BenchmarkError(f"the daemon did not start: {self._last_words()}")
+            raise BenchmarkError(f"the daemon did not start: {self.last_words()}")
 
     def _end(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -80,9 +84,11 @@ class Daemon:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self.ended_by = self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
+        """The end of its log."""
         lines = self._log.read_text(errors="replace").splitlines()
         return lines[-1] if lines else f"it ended with status {self.ended_by}"

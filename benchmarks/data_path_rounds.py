@@ -201,7 +201,7 @@ class Course:
         """Take every measurement once. ``number`` makes what is stored new."""
         plan, worker = self._plan, self._worker
         self._rss = 0
-        cached = self._restart()
+        cached = self._restart(kill=True)
         before, after = self._depths()
         raw_read = {depth: self._disk.read(depth, self._places) for depth in before}
         bare_read = self._disk.read_bare(self._places)
@@ -210,7 +210,7 @@ class Course:
         self._check_pool()
         matches = self._matches()
         warm_memcpy, warm = self._warm()
-        self._restart()
+        self._restart(kill=False)  # or the uses of the documents that stay are forgotten
         store_memcpy = [self._memcpy.copy()]
         fresh = worker.document(2 * number + 3, plan.store_blocks)
         seconds, ticket = worker.store(fresh)
@@ -247,10 +247,10 @@ class Course:
         depths = self._order.sample(DEPTHS, len(DEPTHS))
         return depths[: len(DEPTHS) // 2], depths[len(DEPTHS) // 2 :]
 
-    def _restart(self) -> float:
+    def _restart(self, *, kill: bool) -> float:
         """End the daemon, drop its files from the page cache, start it; the share that was left in it."""
         self._note_memory()
-        self._daemon.stop(kill=True)
+        self._daemon.stop(kill=kill)
         dropped = page_cache.drop(self._daemon.data)
         self._daemon.start()
         for worker in {self._worker, self._matcher}:

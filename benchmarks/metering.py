@@ -94,9 +94,10 @@ class MeteredStore:
         *,
         align: int = BLOCK_TOKENS,
         store: bool = False,
+        counted: int = 0,
     ) -> Match:
         self.hashes = tuple(hashes)
-        return self._store.match(namespace, hashes, tokens, align=align, store=store)
+        return self._store.match(namespace, hashes, tokens, align=align, store=store, counted=counted)
 
     def load(
         self,

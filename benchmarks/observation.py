@@ -22,7 +22,8 @@ from kvstore.hashing import block_hashes
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
 from kvstore.testing.chains import store_chain
-from server.tally import Tally, Worth
+from server.record import RequestRecord
+from server.tally import Asked, Tally, Worth
 
 LAYOUT = LatentLayout(num_layers=1, latent_rank=64, rope_dim=0)
 _CALLS = 200  # in one round
@@ -59,10 +60,11 @@ def each(calls: int, clock: Callable[[], float], call: Callable[[], object]) -> 
 
 def measure(blocks: int, rounds: int) -> list[Cost]:
     """Costs of Match and of a warm load of a document of so many blocks, medians over rounds."""
-    tally = Tally(Worth(prefill_rate=5000.0))
+    tally, record, joined = Tally(Worth(prefill_rate=5000.0)), RequestRecord(16 << 20), bytes(32 * blocks)
 
     def observe_match() -> None:
-        tally.matched("default", 1100, 64, _MATCH)
+        tally.matched("default", Asked(1100, 0, 64), _MATCH)
+        record.note(1100, joined)
         tally.answered("Match", "OK")
         tally.took("match", 0.0005)
 

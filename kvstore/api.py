@@ -196,12 +196,16 @@ class KVStore(Protocol):
         *,
         align: int = BLOCK_TOKENS,
         store: bool = False,
+        counted: int = 0,
     ) -> Match:
         """How much of a prompt of ``tokens`` tokens can be loaded.
 
         The hit is at most ``tokens - 1`` tokens, rounded down to ``align``. Pure, unless
         ``store`` announces that the caller will store this prompt: then the chain is
         remembered and a common prefix that it shows becomes a unit.
+
+        A daemon counts hit and miss tokens by request. Who asks more than once for one says how
+        many leading tokens an earlier Match was ``counted`` for.
 
         The answer's ``epoch`` moves when something of the namespace is deleted: then whoever
         keeps blocks of it (a DEVICE pool) drops them.

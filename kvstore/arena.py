@@ -334,6 +334,10 @@ class Arena:
         found = self._slots.get(slot)
         return found.holders if found else 0
 
+    def held(self) -> int:
+        """Number of slots that somebody holds. Walks everything: for tests."""
+        return sum(found.holders > 0 for found in self._slots.values())
+
     @property
     def used_bytes(self) -> int:
         """Bytes of all slots that are not FREE, their rounding to 4 KiB included."""

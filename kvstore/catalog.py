@@ -7,9 +7,8 @@ carry a checksum of key and fields; one that does not verify is skipped and coun
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
+import logging
+import mmap
 import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,16 +23,19 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from kvstore.errors import DataDirError, DataDirInUse, DataDirReadOnly, DiskError, FormatMismatch
+from kvstore.directory import directory_error
+from kvstore.errors import DataDirError, DiskError, FormatMismatch
 from kvstore.hashing import HASH_BYTES
 from kvstore.namespace import DIGEST_BYTES
 from kvstore.payloads.lmdb_file import LmdbDamaged, LmdbFile
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2  # of the whole data directory
 _OLDER = (b"1",)  # formats that this version makes its own: 1 had no notes
 SECRET_BYTES = 32
 
-_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+_SECTOR = 512  # bytes that a disk writes whole or not at all
 _RECORDS_A_TXN = 4096  # as many are in memory as objects
 _ID = struct.Struct("<I")
 _CHECK = struct.Struct("<Q")
@@ -115,52 +117,6 @@ class UnitRecord:
         return _UNIT.pack(self.namespace, self.tokens, self.kinds, self.created, self.used, self.hits)
 
 
-class DirectoryLock:
-    """Exclusive use of a data directory by this process, until ``close`` or its death."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def close(self) -> None:
-        """Let others have the directory; a second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def lock_directory(path: Path) -> DirectoryLock:
-    """Create the data directory if need be and lock it (``LOCK`` in it, with our pid).
-
-    Raises ``DataDirInUse`` naming the holder, ``DataDirReadOnly``, ``DataDirError``.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise _directory_error(path, error) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
-        raise DataDirInUse(
-            f"data directory {path} is in use by process {holder}; stop it or choose another directory"
-        ) from None
-    # The file stays when the lock goes: removing it would let two processes lock two files.
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return DirectoryLock(fd)
-
-
-def _directory_error(path: Path, error: OSError | lmdb.Error) -> DataDirError:
-    code = error.errno if isinstance(error, OSError) else error.code
-    if code in _READ_ONLY:
-        return DataDirReadOnly(
-            f"data directory {path} cannot be written ({error}); fix its permissions or mount"
-        )
-    return DataDirError(f"data directory {path} cannot be used ({error}); repair it or choose another one")
-
-
 class Catalog:
     """The open catalogue. One thread at a time; ``skipped`` counts damaged records met so far."""
 
@@ -173,7 +129,7 @@ class Catalog:
         """
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file = LmdbFile(path, map_bytes, ("info", "namespaces", "blocks", "units", "notes"))
+            file = _open_file(path, map_bytes)
         except lmdb.VersionMismatchError as error:
             raise FormatMismatch(_mismatch(path, f"another LMDB ({error})")) from error
         except LmdbDamaged as error:
@@ -181,7 +137,7 @@ class Catalog:
                 f"the catalogue is truncated: {error}; remove {path.parent} to start empty"
             ) from error
         except (lmdb.Error, OSError) as error:
-            raise _directory_error(path, error) from error
+            raise directory_error(path, error) from error
         try:
             return cls(path, file)
         except BaseException:
@@ -197,7 +153,7 @@ class Catalog:
         try:
             self._check_format()
         except (lmdb.Error, OSError) as error:
-            raise _directory_error(path, error) from error
+            raise directory_error(path, error) from error
 
     def _check_format(self) -> None:
         ours = str(FORMAT_VERSION).encode()
@@ -230,7 +186,12 @@ class Catalog:
 
     def claim(self, name: str, value: str) -> str:
         """The value under ``name``, which is ``value`` if there was none. Raises ``DiskError``."""
-        return self._keep(b"claim/" + name.encode(), value.encode()).decode(errors="replace")
+        return self._keep(_claim(name), value.encode()).decode(errors="replace")
+
+    def claimed(self, name: str) -> str | None:
+        """The value under ``name``, if there is one. Raises ``DiskError``."""
+        known = self._kept(_claim(name))
+        return None if known is None else known.decode(errors="replace")
 
     def tenant_secret(self, tenant: str) -> bytes:
         """The 32 random bytes of this tenant, made on first use. Raises ``DiskError``."""
@@ -240,11 +201,14 @@ class Catalog:
 
     def _keep(self, key: bytes, fresh: bytes) -> bytes:
         """What ``info`` has under ``key``, which is ``fresh`` from now on if it had nothing."""
-        known = next((value for found, value in self._scan(self._info) if found == key), None)
+        known = self._kept(key)
         if known is not None:
             return known
         self._write(lambda txn: txn.put(key, fresh, db=self._info))
         return fresh
+
+    def _kept(self, key: bytes) -> bytes | None:
+        return next((value for found, value in self._scan(self._info) if found == key), None)
 
     def namespaces(self) -> list[tuple[int, str, bytes]]:
         """Id, canonical JSON and digest of every namespace, by rising id. Raises ``DiskError``."""
@@ -360,6 +324,32 @@ class Catalog:
     def close(self) -> None:
         """Close the files; a second call does nothing."""
         self._file.close()
+
+
+def _claim(name: str) -> bytes:
+    return b"claim/" + name.encode()
+
+
+def _open_file(path: Path, map_bytes: int) -> LmdbFile:
+    databases = ("info", "namespaces", "blocks", "units", "notes")
+    try:
+        return LmdbFile(path, map_bytes, databases)
+    except (lmdb.InvalidError, LmdbDamaged):
+        if not _unfinished(path):
+            raise
+        log.warning("event=unfinished_catalogue path=%s", path)
+        (path / "data.mdb").unlink()
+        return LmdbFile(path, map_bytes, databases)
+
+
+def _unfinished(path: Path) -> bool:
+    """Whether power was lost while the catalogue was made: payloads come once it is on disk."""
+    with open(path / "data.mdb", "rb") as file:
+        pages = file.read(2 * mmap.PAGESIZE)  # with the first sectors of which LMDB begins
+    torn = len(pages) < 2 * mmap.PAGESIZE or not (
+        any(pages[:_SECTOR]) and any(pages[mmap.PAGESIZE :][:_SECTOR])
+    )
+    return torn and len(pages) % _SECTOR == 0 and not (path.parent / "payloads").exists()
 
 
 def _mismatch(path: Path, found: str) -> str:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import xxhash
 
-from kvstore.catalog import BlockRecord, lock_directory
+from kvstore.catalog import BlockRecord
 from kvstore.codec import codec_by_id
+from kvstore.directory import lock_directory
 from kvstore.errors import CorruptBlock, DataDirError, DiskError
 from kvstore.layout import LatentLayout
 from kvstore.payloads import Place
@@ -63,6 +64,11 @@ class Report:
         return dict(Counter(fault.kind.value for fault in self.faults))
 
 
+def _open_catalog(file: Path) -> CheckedCatalog:
+    # One whose daemon was killed while it made it is smaller than its databases will be.
+    return CheckedCatalog.open(file.parent, max(file.stat().st_size, MIB))
+
+
 def check(path: Path, *, repair: bool = False, progress: Progress = lambda done, total: None) -> Report:
     """Verify a data directory that nobody serves; with ``repair`` drop what does not verify.
 
@@ -72,7 +78,7 @@ def check(path: Path, *, repair: bool = False, progress: Progress = lambda done,
     file = path / "catalog" / "data.mdb"
     if not file.is_file():
         raise DataDirError(f"{path} holds no store: there is no {file}; name the directory of a store")
-    with closing(lock_directory(path)), closing(CheckedCatalog.open(file.parent, file.stat().st_size)) as it:
+    with closing(lock_directory(path)), closing(_open_catalog(file)) as it:
         checkup = _Checkup(path, it, progress)
         checkup.run()
         if repair and (checkup.report.faults or checkup.report.unnamed):
@@ -84,7 +90,7 @@ class _Checkup:
     def __init__(self, path: Path, catalog: CheckedCatalog, progress: Progress) -> None:
         self._catalog = catalog
         self._progress = progress
-        kind: PayloadKind = "slab" if catalog.claim("payloads", "lmdb") == "slab" else "lmdb"
+        kind: PayloadKind = "slab" if catalog.claimed("payloads") == "slab" else "lmdb"
         self.report = Report(path, kind)
         self._records = Records(catalog)
         self._by_size: defaultdict[int, list[BlockRecord]] = defaultdict(list)

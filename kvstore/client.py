@@ -96,9 +96,10 @@ class Client:
         *,
         align: int = BLOCK_TOKENS,
         store: bool = False,
+        counted: int = 0,
     ) -> Match:
         """See ``KVStore.match``."""
-        request = wire.match_request(namespace, hashes, tokens, align=align, store=store)
+        request = wire.match_request(namespace, hashes, tokens, align=align, store=store, counted=counted)
         try:
             return wire.match_of(self._transport.call(self._transport.stub.Match, request))
         except Unavailable as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -11,12 +12,14 @@ from typing import Any, Literal, TypeVar
 from kvstore.erasing import Eraser
 from kvstore.errors import NamespaceUnknown, UnitUnknown
 from kvstore.hashing import HASH_BYTES
+from kvstore.pins import Pin, Pins
 from kvstore.prefix_index import NONE, PrefixIndex
 from kvstore.spaces import SpaceTable
 from kvstore.survey import UnitSurvey, unit_survey
 
 Result = TypeVar("Result")
 UnitOrder = Literal["used", "created", "tokens", "hits"]
+UNIT_ORDERS: tuple[UnitOrder, ...] = ("used", "created", "tokens", "hits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,10 @@ class Curator:
     goes on when its caller stops waiting.
     """
 
-    def __init__(self, index: PrefixIndex, spaces: SpaceTable, eraser: Eraser) -> None:
+    def __init__(self, index: PrefixIndex, spaces: SpaceTable, pins: Pins, eraser: Eraser) -> None:
         self._index = index
         self._spaces = spaces
+        self._pins = pins
         self._eraser = eraser
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -69,17 +73,40 @@ class Curator:
         """One unit. Raises ``UnitUnknown``."""
         return unit_survey(self._index, self._spaces, self._find(name))
 
+    async def pin(self, name: str, seconds: float) -> Pin:
+        """Keep a unit from eviction and expiry for ``seconds``; the pin's handle ends or extends that.
+
+        Raises ``UnitUnknown``, ``InvalidArgument``, ``PinLimit`` and ``DiskError``.
+        """
+        return await self._finish(self._pins.pin(self._find(name), seconds, time.time()))
+
+    async def extend(self, handle: str, seconds: float) -> Pin:
+        """Let a pin live for ``seconds`` from now. Raises ``PinUnknown`` and ``DiskError``."""
+        return await self._finish(self._pins.extend(handle, seconds, time.time()))
+
+    async def unpin(self, handle: str) -> None:
+        """End a pin. Raises ``PinUnknown`` and ``DiskError``."""
+        await self._finish(self._pins.unpin(handle))
+
+    async def pins(self, *, tenant: str | None = None) -> list[Pin]:
+        """All pins, those that end first before others; of one tenant if it is named."""
+        found = [
+            pin for pin in self._pins if tenant in (None, self._spaces.of(pin.namespace).namespace.tenant)
+        ]
+        return sorted(found, key=lambda pin: pin.expires)
+
     async def delete_unit(self, name: str) -> Deleted:
         """Delete a unit, and its blocks that no other unit and no longer chain needs.
 
-        Raises ``UnitUnknown``, and ``DiskError`` when the deletion cannot be written down.
+        Raises ``UnitUnknown``, ``UnitPinned``, and ``DiskError`` when the deletion cannot be written down.
         """
         row = self._find(name)
         space = self._spaces.of(self._index.namespace[row])
         return Deleted(1, await self._finish(self._eraser.unit(space, row)))
 
     async def delete_namespaces(self, *, tenant: str | None = None, digest: str | None = None) -> Deleted:
-        """Delete all of a tenant, or of one namespace, named by its digest in hex or a beginning of it.
+        """Delete all of a tenant, or of one namespace, named by its digest in hex or a beginning of it; the
+        pins too.
 
         Raises ``NamespaceUnknown`` when there is none, or more than one begins so, and ``DiskError``.
         """

@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from kvstore.catalog import BlockRecord, Catalog, UnitRecord, lock_directory
+from kvstore.catalog import BlockRecord, Catalog, UnitRecord
 from kvstore.codec import codec_by_id, codec_by_name
+from kvstore.directory import lock_directory
 from kvstore.errors import CorruptBlock, DiskError, FormatMismatch
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace

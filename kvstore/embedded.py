@@ -99,6 +99,7 @@ class Embedded:
         *,
         align: int = BLOCK_TOKENS,
         store: bool = False,
+        counted: int = 0,  # nobody counts by request here
     ) -> Match:
         """See ``KVStore.match``."""
         try:

@@ -15,11 +15,12 @@ import numpy as np
 
 from kvstore.disk import DiskTier
 from kvstore.epochs import erasing_note
-from kvstore.errors import DiskError
+from kvstore.errors import DiskError, UnitPinned
 from kvstore.expiry import STEP_BLOCKS
 from kvstore.host import HostTier
 from kvstore.leases import Lease, LeaseTable
 from kvstore.observer import Departure
+from kvstore.pins import Pins
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex, view
 from kvstore.spaces import Space, SpaceTable
 from kvstore.writeback import Writer
@@ -36,6 +37,7 @@ class Eraser:
         host: HostTier,
         disk: DiskTier,
         writer: Writer,
+        pins: Pins,
         counters: Counter[str],
         end_lease: Callable[[Lease], None],
     ) -> None:
@@ -45,6 +47,7 @@ class Eraser:
         self._host = host
         self._disk = disk
         self._writer = writer
+        self._pins = pins
         self._counters = counters
         self._end_lease = end_lease
 
@@ -55,9 +58,10 @@ class Eraser:
         """
         epochs, note = self._spaces.epochs, erasing_note(space.id)
         epoch, notes = epochs.next(space.id)
-        await self._writer.record(self._disk.note, {**notes, note: b""}, ())
+        await self._writer.record(self._disk.note, {**notes, note: b""}, self._pins.keys_of(space.id))
         epochs.move(space.id, epoch)
         epochs.erasing.add(space.id)
+        self._pins.drop(space.id)
         self._end_leases(space)
         dropped = 0
         try:
@@ -97,8 +101,13 @@ class Eraser:
     async def unit(self, space: Space, row: int) -> int:
         """Delete the unit that ends at ``row``, and its blocks that nothing else needs; how many.
 
-        Raises ``DiskError`` as ``namespace`` does.
+        Raises ``UnitPinned``, and ``DiskError`` as ``namespace`` does.
         """
+        if pins := self._pins.of(row):
+            handles = ", ".join(pin.handle for pin in pins)
+            raise UnitPinned(
+                f"unit {self._index.hashes[row][:6].hex()} is pinned ({handles}); unpin it first"
+            )
         epoch, notes = self._spaces.epochs.next(space.id)
         block = self._index.hashes[row]
         await self._writer.record(self._disk.note, notes, ())
@@ -125,7 +134,7 @@ class Eraser:
         index = self._index
         tail: list[int] = []
         while row != NONE and index.state[row] == BlockState.PRESENT:
-            if index.children[row] > bool(tail) or (tail and index.kinds[row]):
+            if index.children[row] > bool(tail) or (tail and index.kinds[row]) or self._pins.keeps(row):
                 break
             tail.append(row)
             row = index.parent[row]

@@ -56,6 +56,18 @@ class UnitUnknown(KVStoreError):
     """No unit has this name, or more than one begins so. List the units and name one."""
 
 
+class UnitPinned(KVStoreError):
+    """A pinned unit cannot be deleted. Unpin it first."""
+
+
+class PinUnknown(KVStoreError):
+    """No pin has this handle: it never had, was dropped, or has expired."""
+
+
+class PinLimit(KVStoreError):
+    """Pins keep as much of the disk as they may. Unpin others, or raise ``pin_share``."""
+
+
 class EpochPassed(KVStoreError):
     """Something of the namespace was deleted since these blocks were made. Match again."""
 

@@ -35,6 +35,7 @@ class StoreSettings:
     ghost_bytes: int = 64 * MIB  # RAM for chains that were seen and are not stored
     ttl_seconds: float = 86400.0  # life of a block since its last use; 0 is for ever
     max_age_seconds: float = 0.0  # and since it was stored
+    pin_share: float = 0.5  # of the disk, that pins may keep
     lease_seconds: float = 60.0
     drain_seconds: float = 30.0  # how long closing may take to make blocks durable
     readers: int = 8  # threads that read payloads
@@ -60,6 +61,13 @@ class StoreSettings:
         for name, seconds in (("lease_seconds", self.lease_seconds), ("drain_seconds", self.drain_seconds)):
             if not 0 < seconds <= 86400:
                 raise InvalidArgument(f"{name}={seconds} is outside (0, 86400]")
+        self._check_retention()
+
+    def _check_retention(self) -> None:
+        if not 0 <= self.pin_share <= 0.8:
+            raise InvalidArgument(
+                f"pin_share={self.pin_share} is outside [0, 0.8]: what is not pinned needs room too"
+            )
         for name, seconds in (("ttl_seconds", self.ttl_seconds), ("max_age_seconds", self.max_age_seconds)):
             if seconds and not 1 <= seconds < math.inf:
                 raise InvalidArgument(f"{name}={seconds}: give a second or more, or 0 for no limit")

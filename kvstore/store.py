@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,15 +15,14 @@ from dataclasses import replace
 
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena, SlotState
-from kvstore.audit import audit
+from kvstore.audit import Held, audit, held
 from kvstore.curation import Curator
 from kvstore.disk import DiskTier
-from kvstore.erasing import Eraser
 from kvstore.errors import InvalidArgument, Unavailable
-from kvstore.expiry import Expiry
 from kvstore.ghosts import GhostList, Gone, Setback
 from kvstore.hashing import check_hashes
 from kvstore.host import HostTier
+from kvstore.keeping import Keeping
 from kvstore.leases import Holder, Lease, LeaseTable
 from kvstore.loading import LoadStream
 from kvstore.matching import Matcher, checked_prompt
@@ -41,8 +39,6 @@ from kvstore.survey import Survey, survey
 from kvstore.trail import Trail, trail
 from kvstore.units import UnitKind, UnitMark, check_interval
 from kvstore.writeback import Writer
-
-log = logging.getLogger(__name__)
 
 __all__ = ["Reserved", "Store"]
 
@@ -81,14 +77,8 @@ class Store:
         )
         # Readers hold half of the arena; half of the rest is what they may be apart.
         self._readers = ReaderGroups(self._quota_bytes // 2, self._host.notify_room, self.counters)
-        self._expiry = Expiry(
-            self._index,
-            self._writer,
-            self.counters,
-            ttl=settings.ttl_seconds,
-            max_age=settings.max_age_seconds,
-        )
-        eraser = Eraser(
+        self._keeping = Keeping(
+            settings,
             self._index,
             self._spaces,
             self._leases,
@@ -98,7 +88,6 @@ class Store:
             self.counters,
             self._expire,
         )
-        self.curator = Curator(self._index, self._spaces, eraser)
         self._clocks: list[asyncio.Task[None]] = []
         self._closing = False
 
@@ -128,12 +117,15 @@ class Store:
                     raise failure
             undo.pop_all()
         store._writer.start()
-        store._clocks = [asyncio.create_task(clock()) for clock in (store._expire_leases, store._tend)]
+        store._clocks = [
+            asyncio.create_task(clock()) for clock in (store._expire_leases, store._keeping.tend)
+        ]
         return store
 
     def _restore(self) -> None:
         self._spaces.restore()
         self._writer.room.used = restore(self._index, self._disk, self._spaces, self.counters)
+        self._keeping.restore(self._disk.catalog)
 
     # --- workers
 
@@ -327,15 +319,14 @@ class Store:
                 self.counters["expired_leases"] += 1
                 self._expire(lease)
 
-    async def _tend(self) -> None:
-        while True:
-            await asyncio.sleep(self._expiry.tick)
-            self._writer.keep_uses()
-            await self.expire(time.time())
-
     async def expire(self, now: float) -> int:
         """Drop what has expired at ``now`` (unix seconds); how many blocks. The store does so by itself."""
-        return await self._expiry.sweep(now)
+        return await self._keeping.expire(now)
+
+    @property
+    def curator(self) -> Curator:
+        """For operators: units, pins, deletion."""
+        return self._keeping.curator
 
     def _expire(self, lease: Lease) -> None:
         lease.expired = True
@@ -377,17 +368,22 @@ class Store:
     def check(self) -> list[str]:
         """Violated invariants over all tables; empty when sound. For tests."""
         faults = audit(self._index, self.arena, self._leases, reading=self._host.reading())
+        faults += self._keeping.check()
         counted = used_bytes(self._index, self._disk, self._spaces)
         if +counted != +self._writer.room.used:
             faults.append(f"{counted} bytes are on disk by namespace, {self._writer.room.used} counted")
         return faults
+
+    def held(self) -> Held:
+        """What is kept for somebody. For tests."""
+        return held(self._index, self.arena, self._leases)
 
     async def close(self) -> bool:
         """Drain: refuse new work, make dirty blocks durable, close. True if all became durable."""
         self._closing = True
         for clock in self._clocks:
             clock.cancel()
-        self.curator.close()
+        self._keeping.close()
         # Not ended: a worker may still touch the slots that it holds.
         for lease in self._leases:
             self._expire(lease)

@@ -60,6 +60,9 @@ _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     errors.LeaseUnknown: grpc.StatusCode.NOT_FOUND,
     errors.TicketUnknown: grpc.StatusCode.NOT_FOUND,
     errors.UnitUnknown: grpc.StatusCode.NOT_FOUND,
+    errors.PinUnknown: grpc.StatusCode.NOT_FOUND,
+    errors.PinLimit: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.UnitPinned: grpc.StatusCode.FAILED_PRECONDITION,
     errors.EpochPassed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NamespaceMismatch: grpc.StatusCode.NOT_FOUND,  # also of a tenant whom the caller must not see
     errors.NotReserved: grpc.StatusCode.FAILED_PRECONDITION,
@@ -174,7 +177,7 @@ def tokens_of(request: pb.MatchRequest | operator_pb.TrailRequest) -> int:
 
 
 def match_request(
-    namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool
+    namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool, counted: int
 ) -> pb.MatchRequest:
     """A Match as it travels. Raises ``InvalidArgument``."""
     return pb.MatchRequest(
@@ -183,6 +186,7 @@ def match_request(
         tokens=unsigned("tokens", tokens),
         align=unsigned("align", align, 32),
         store=store,
+        counted=unsigned("counted", counted),
     )
 
 

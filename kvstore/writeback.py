@@ -241,7 +241,7 @@ class Writer:
             if not self._pipeline.batches:
                 self._error = DiskError(
                     f"disk: {need} more bytes do not fit beside {self.room.used_bytes} that are held by"
-                    " leases; raise disk_bytes"
+                    " leases and pins; raise disk_bytes"
                 )
             return False
         layout = self._space(next(iter(rows))).layout if rows else None

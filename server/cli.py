@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from server.commands import check, config, explain, plan, serve, status, token, warm
+from server.commands import bench, check, config, explain, plan, serve, status, token, units, warm
 
 app = typer.Typer(
     help="A tiered store for the prefix caches of MLA models.",
@@ -20,12 +20,14 @@ def _main() -> None:
 
 app.command()(serve.serve)
 app.command()(check.check)
+app.command()(bench.bench)
 app.command()(status.status)
 app.command()(status.top)
 app.command("explain")(explain.explain_prompt)
 app.command()(token.token)
 app.command("plan")(plan.plan_sizes)
 app.command()(warm.warm)
+app.add_typer(units.app, name="units")
 app.add_typer(config.app, name="config")
 
 

@@ -79,11 +79,13 @@ class Config(BaseSettings):
     ghost_bytes: ByteSize = ByteSize(64 << 20)
     ttl_seconds: float = 86400.0
     max_age_seconds: float = 0.0
+    pin_share: float = 0.5
     lease_seconds: float = 60.0
     drain_seconds: float = Field(default=30.0, gt=0)
     readers: int = 8
     numa_node: int | None = None
     http: Annotated[str, AfterValidator(_check_http)] | None = None
+    record_bytes: ByteSize = ByteSize(16 << 20)
     prefill_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     gpu_hour_price: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from grpc_reflection.v1alpha import reflection
 from kvstore import wire
 from kvstore.address import UNIX, Address
 from kvstore.errors import KVStoreError
+from kvstore.observer import Observer
+from kvstore.settings import StoreSettings
 from kvstore.store import Store
 from kvstore.v1 import kvstore_pb2_grpc, operator_pb2_grpc
 from server.access import Identifying
@@ -34,6 +37,7 @@ from server.health import Health
 from server.history import STEP_SECONDS, History
 from server.operators import OPERATOR, OperatorService
 from server.pages import Pages
+from server.record import RequestRecord
 from server.service import KVStoreService
 from server.tally import Tally, Worth
 from server.tls import server_credentials
@@ -57,15 +61,25 @@ class AddressInUse(KVStoreError):
     """Another process listens on the address."""
 
 
+OpenStore = Callable[[StoreSettings, Observer], Awaitable[Store]]
+
+
+async def open_store(settings: StoreSettings, observer: Observer) -> Store:
+    """The store of a daemon. Raises as ``Store.open``."""
+    return await Store.open(settings, observer=observer)
+
+
 class Daemon:
     """One store behind one gRPC server, and a handover socket if that is a unix socket."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, open_store: OpenStore = open_store) -> None:
         self._config = config
+        self._open_store = open_store
         self._address = config.address
         self._credentials: Credentials = Unguarded()
         self._health = Health()
         self._tally = Tally(Worth(config.prefill_rate, config.gpu_hour_price))
+        self._record = RequestRecord(config.record_bytes)
         self._faults = FaultLog()
         self._history = History(self._tally)
         self._pages = Pages(self._config, self._tally, self._health, self._history, self._faults)
@@ -117,7 +131,7 @@ class Daemon:
         # First, so that a daemon that takes long to start can say so.
         self._web = self._open_web()
         try:
-            self._store = await Store.open(self._config.store_settings(), observer=self._tally)
+            self._store = await self._open_store(self._config.store_settings(), self._tally)
         except BaseException:
             await self._close_web()
             raise
@@ -159,11 +173,11 @@ class Daemon:
     async def _listen(self) -> None:
         interceptors = [Identifying(self._credentials, self._workers, self._tally), Decoding()]
         self._server = grpc.aio.server(interceptors=interceptors, options=_GRPC_OPTIONS)
-        self._service = KVStoreService(self._store, self._workers, self._tally)
+        self._service = KVStoreService(self._store, self._workers, self._tally, self._record)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         operator_pb2_grpc.add_OperatorServicer_to_server(
-            OperatorService(self._store, self._pages), self._server
+            OperatorService(self._store, self._pages, self._record), self._server
         )
         reflection.enable_server_reflection(
             (wire.SERVICE, OPERATOR, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server

@@ -106,13 +106,18 @@ def _call_families(taken: Snapshot) -> Iterator[Metric]:
 
 
 def _tenant_families(taken: Snapshot) -> Iterator[Metric]:
-    matches, hits, misses, loads, seconds, money = families = (
+    matches, hits, misses, loads, even, seconds, money = families = (
         CounterMetricFamily("latentkv_matches", "Prompts matched", labels=("tenant", "reason")),
         CounterMetricFamily("latentkv_hit_tokens", "Tokens that Match found", labels=("tenant", "tier")),
         CounterMetricFamily(
             "latentkv_miss_tokens", "Tokens that Match did not find", labels=("tenant", "reason")
         ),
         CounterMetricFamily("latentkv_loaded_tokens", "Tokens that were loaded", labels=("tenant", "tier")),
+        GaugeMetricFamily(
+            "latentkv_break_even_prefill_rate",
+            "Tokens that a second of loading brought: what prefills as fast gains nothing",
+            labels=("tenant",),
+        ),
         CounterMetricFamily(
             "latentkv_saved_prefill_seconds", "Prefill time that loads made needless", labels=("tenant",)
         ),
@@ -129,6 +134,7 @@ def _tenant_families(taken: Snapshot) -> Iterator[Metric]:
         ):
             for label, count in counts.items():
                 family.add_metric((tenant, label.value), count)
+        even.add_metric((tenant,), figures.break_even_rate)
         seconds.add_metric((tenant,), figures.saved_seconds)
         money.add_metric((tenant,), taken.worth.money(figures.saved_seconds))
     yield from families

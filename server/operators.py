@@ -1,22 +1,33 @@
-"""The Operator service: what ``latentkv status`` and ``explain`` ask over the daemon's own socket."""
+"""The Operator service: what ``status``, ``explain`` and ``units`` ask over the daemon's own socket."""
 # ruff: noqa: N802  (gRPC names the methods)
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import TypeVar
 
 import grpc
 
 from kvstore import wire
-from kvstore.errors import KVStoreError
+from kvstore.curation import UNIT_ORDERS
+from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.store import Store
 from kvstore.v1 import operator_pb2 as pb
+from server.events import event
+from server.holdings import holdings, pin_held
 from server.pages import Pages
+from server.record import RequestRecord
 from server.report import trail_report
 from server.streams import Context
+
+log = logging.getLogger(__name__)
+
+MAX_UNITS = 1000  # in one answer
+_BATCH = 64  # recorded requests of a message
 
 OPERATOR = pb.DESCRIPTOR.services_by_name["Operator"].full_name
 
@@ -44,9 +55,10 @@ class OperatorService:
     An operator sees every tenant: whoever may call this may know what each of them has stored.
     """
 
-    def __init__(self, store: Store, pages: Pages) -> None:
+    def __init__(self, store: Store, pages: Pages, record: RequestRecord) -> None:
         self._store = store
         self._pages = pages
+        self._record = record
 
     async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportResponse:
         """Everything an operator may want to see."""
@@ -74,3 +86,72 @@ class OperatorService:
             align=request.align,
         )
         return pb.TrailResponse(trail_json=json.dumps(trail_report(trail)))
+
+    @answered
+    async def Units(self, request: pb.UnitsRequest, context: Context) -> pb.UnitsResponse:
+        """The first units in an order."""
+        order = next((each for each in UNIT_ORDERS if each == request.order), None)
+        if order is None or not 0 < request.limit <= MAX_UNITS:
+            raise InvalidArgument(
+                f"order={request.order!r}, limit={request.limit}: use one of {', '.join(UNIT_ORDERS)}, and"
+                f" 1 to {MAX_UNITS}"
+            )
+        tenant = request.tenant if request.HasField("tenant") else None
+        units = await self._store.curator.units(tenant=tenant, order=order, limit=request.limit)
+        held = holdings(units, await self._store.curator.pins())
+        return pb.UnitsResponse(units_json=json.dumps([asdict(each) for each in held]))
+
+    @answered
+    async def Unit(self, request: pb.UnitRequest, context: Context) -> pb.UnitResponse:
+        """One unit."""
+        unit = await self._store.curator.unit(request.unit)
+        (held,) = holdings([unit], await self._store.curator.pins())
+        return pb.UnitResponse(unit_json=json.dumps(asdict(held)))
+
+    @answered
+    async def Pins(self, request: pb.PinsRequest, context: Context) -> pb.PinsResponse:
+        """All pins."""
+        tenant = request.tenant if request.HasField("tenant") else None
+        pins = await self._store.curator.pins(tenant=tenant)
+        return pb.PinsResponse(pins_json=json.dumps([asdict(pin_held(pin)) for pin in pins]))
+
+    @answered
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
+        """Keep a unit, or keep it for longer."""
+        curator = self._store.curator
+        if bool(request.unit) == bool(request.handle):
+            raise InvalidArgument("name a unit to be pinned or the handle of a pin to be extended, not both")
+        if request.unit:
+            pin = await curator.pin(request.unit, request.seconds)
+        else:
+            pin = await curator.extend(request.handle, request.seconds)
+        event(log, logging.INFO, "pinned", handle=pin.handle, unit=pin.unit[:6].hex(), expires=pin.expires)
+        return pb.PinResponse(pin_json=json.dumps(asdict(pin_held(pin))))
+
+    @answered
+    async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
+        """Keep a unit no longer."""
+        await self._store.curator.unpin(request.handle)
+        event(log, logging.INFO, "unpinned", handle=request.handle)
+        return pb.UnpinResponse()
+
+    @answered
+    async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
+        """Delete a unit, a namespace or a tenant."""
+        curator, what = self._store.curator, request.WhichOneof("what")
+        if what == "unit":
+            deleted = await curator.delete_unit(request.unit)
+        elif what == "namespace":
+            deleted = await curator.delete_namespaces(digest=request.namespace)
+        elif what == "tenant":
+            deleted = await curator.delete_namespaces(tenant=request.tenant)
+        else:
+            raise InvalidArgument("name a unit, a namespace or a tenant to be deleted")
+        event(log, logging.WARNING, "deleted", what=what, blocks=deleted.blocks)
+        return pb.DeleteResponse(namespaces=deleted.namespaces, blocks=deleted.blocks)
+
+    async def Record(self, request: pb.RecordRequest, context: Context) -> None:
+        """The last requests."""
+        for batch in self._record.batches(_BATCH):
+            recorded = [pb.RecordedRequest(at=each.at, tokens=each.tokens, ids=each.ids) for each in batch]
+            await context.write(pb.RecordResponse(requests=recorded))

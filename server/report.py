@@ -10,9 +10,9 @@ from typing import Any
 from kvstore.api import Status, Tier
 from kvstore.survey import NamespaceSurvey, Survey, UnitSurvey
 from kvstore.trail import Trail
-from kvstore.units import UnitKind
 from server.faults import Fault
 from server.history import Sample
+from server.holdings import kinds_of
 from server.tally import Miss, TenantTally, Worth
 
 TOP_UNITS = 10
@@ -37,6 +37,8 @@ class TenantReport:
     hit_tokens: int
     miss_tokens: int
     loaded_tokens: int
+    load_seconds: float
+    break_even_rate: float  # tokens a second
     saved_seconds: float
     saved_money: float
 
@@ -127,6 +129,8 @@ def tenants_of(tenants: dict[str, TenantTally], worth: Worth) -> list[TenantRepo
             hit_tokens=tally.hit_tokens.total(),
             miss_tokens=tally.miss_tokens.total(),
             loaded_tokens=tally.loaded_tokens.total(),
+            load_seconds=tally.load_seconds,
+            break_even_rate=tally.break_even_rate,
             saved_seconds=tally.saved_seconds,
             saved_money=worth.money(tally.saved_seconds),
         )
@@ -169,7 +173,7 @@ def unit_report(unit: UnitSurvey) -> UnitReport:
         hash=unit.hash[:6].hex(),
         tenant=unit.namespace.tenant,
         model=unit.namespace.model,
-        kinds=_kinds(unit.kinds),
+        kinds=kinds_of(unit.kinds),
         tokens=unit.tokens,
         nbytes=unit.nbytes,
         hits=unit.hits,
@@ -190,11 +194,7 @@ def trail_report(trail: Trail) -> dict[str, Any]:
         "stored_blocks": match.stored_blocks,
         "seen_blocks": trail.seen,
         "reason": match.reason.value,
-        "units": [asdict(unit) | {"kinds": _kinds(unit.kinds)} for unit in trail.units],
+        "units": [asdict(unit) | {"kinds": kinds_of(unit.kinds)} for unit in trail.units],
         "beyond": list(trail.beyond),
         "gone": asdict(trail.gone) if trail.gone is not None else None,
     }
-
-
-def _kinds(kinds: int) -> list[str]:
-    return [str(kind.name).lower() for kind in UnitKind(kinds)]

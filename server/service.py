@@ -19,14 +19,16 @@ from google.protobuf.message import DecodeError
 
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
+from kvstore.layout import BLOCK_TOKENS
 from kvstore.loading import LoadStream
 from kvstore.spaces import Space
 from kvstore.store import Store
 from kvstore.v1 import kvstore_pb2 as pb
 from server.access import Access
+from server.record import RequestRecord
 from server.refusals import refuse
 from server.streams import Context, Upload, announce_slots, send_blocks
-from server.tally import Tally
+from server.tally import Asked, Tally
 from server.workers import WorkerTable, require_lease_room
 
 log = logging.getLogger(__name__)
@@ -72,8 +74,9 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
 class KVStoreService:
     """Implements ``kvstore.v1.KVStore`` over one store."""
 
-    def __init__(self, store: Store, workers: WorkerTable, tally: Tally) -> None:
+    def __init__(self, store: Store, workers: WorkerTable, tally: Tally, record: RequestRecord) -> None:
         self._store = store
+        self._record = record
         self._workers = workers
         self._access = Access(store)
         self.tally = tally
@@ -105,7 +108,12 @@ class KVStoreService:
             align=request.align,
             store=request.store,
         )
-        self.tally.matched(space.namespace.tenant, request.tokens, space.layout.block_tokens, match)
+        asked = Asked(request.tokens, request.counted, space.layout.block_tokens)
+        self.tally.matched(space.namespace.tenant, asked, match)
+        if (
+            not request.counted and space.layout.block_tokens == BLOCK_TOKENS
+        ):  # a trace has blocks of one size
+            self._record.note(request.tokens, request.hashes)
         return wire.match_response(match)
 
     @answered

@@ -52,7 +52,22 @@ class TenantTally:
     hit_tokens: Counter[Tier] = field(default_factory=Counter)
     miss_tokens: Counter[MissReason] = field(default_factory=Counter)
     loaded_tokens: Counter[Tier] = field(default_factory=Counter)
+    load_seconds: float = 0.0
     saved_seconds: float = 0.0
+
+    @property
+    def break_even_rate(self) -> float:
+        """Tokens that a second of loading brought: a model that prefills as fast gains nothing. Or 0."""
+        return self.loaded_tokens.total() / self.load_seconds if self.load_seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt that was matched; an earlier Match of its request was ``counted`` for so many tokens of it."""
+
+    tokens: int
+    counted: int
+    block_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,22 +157,28 @@ class Tally:
         """One of ``STEPS`` is done."""
         self._histograms.seconds_of[step].observe(seconds)
 
-    def matched(self, tenant: str, tokens: int, block_tokens: int, match: Match) -> None:
-        """A prompt of so many tokens was matched."""
+    def matched(self, tenant: str, asked: Asked, match: Match) -> None:
+        """A prompt was matched."""
         figures = self.tenant(tenant)
-        hit = match.blocks * block_tokens
+        hit, counted = match.blocks * asked.block_tokens, min(asked.counted, asked.tokens)
+        fresh = max(hit - counted, 0)
+        # Where each of them lies is known as a sum over the whole match only.
+        disk = min(fresh, match.disk_blocks * asked.block_tokens)
+        figures.hit_tokens[Tier.HOST] += fresh - disk
+        figures.hit_tokens[Tier.DISK] += disk
+        figures.miss_tokens[match.reason] += asked.tokens - max(hit, counted)
+        if counted:
+            return
         figures.matches[match.reason] += 1
-        figures.hit_tokens[Tier.HOST] += match.host_blocks * block_tokens
-        figures.hit_tokens[Tier.DISK] += match.disk_blocks * block_tokens
-        figures.miss_tokens[match.reason] += tokens - hit
         if match.reason is not MissReason.NONE:
-            self.misses.append(Miss(time.time(), tenant, tokens, hit, match.reason))
+            self.misses.append(Miss(time.time(), tenant, asked.tokens, hit, match.reason))
 
     def loaded(self, tenant: str, host_tokens: int, disk_tokens: int, nbytes: int, seconds: float) -> None:
         """A load has ended that delivered so many tokens from each tier."""
         figures = self.tenant(tenant)
         figures.loaded_tokens[Tier.HOST] += host_tokens
         figures.loaded_tokens[Tier.DISK] += disk_tokens
+        figures.load_seconds += seconds
         figures.saved_seconds += self.worth.saved_seconds(host_tokens + disk_tokens, seconds)
         self.loaded_bytes += nbytes
         self._histograms.bytes_of["load"].observe(nbytes)

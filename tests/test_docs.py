@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 import typer
 
+from kvstore.api import MissReason
 from kvstore.settings import StoreSettings
 from server.cli import app
 from server.config import Config
+from server.explaining.comparison import CHANGED, EXTENDED, RETOKENISED, SHIFTED
+from server.explaining.hints import CAUSES
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "README.zh-CN.md",
+    ROOT / "ARCHITECTURE.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def test_every_setting_is_documented_and_every_documented_setting_exists():
@@ -62,6 +70,27 @@ def test_every_proof_that_a_page_names_exists(page: str, least: int):
     for name in named:
         assert f"def {name}(" in defined, name
     assert len(files | named) >= least
+
+
+def test_the_chinese_readme_says_the_same():
+    english, chinese = ((ROOT / name).read_text() for name in ("README.md", "README.zh-CN.md"))
+    for same in (
+        r"^```.*?^```$",  # the examples, to the letter
+        r"\]\(((?!README)[^)]+)\)",
+        r"\d[\d.,]*\d",
+        r"^(#+|[-|]) ",
+        r"`[^`\n]+`",
+    ):
+        found = [sorted(re.findall(same, text, re.MULTILINE | re.DOTALL)) for text in (english, chinese)]
+        assert found[0] == found[1], same
+
+
+def test_every_reason_of_a_miss_and_every_cause_is_in_troubleshooting():
+    documented = set(
+        re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    )
+    causes = {hint.cause for hint in (*CAUSES, CHANGED, EXTENDED, RETOKENISED, SHIFTED)}
+    assert documented == {*MissReason, *causes}
 
 
 def test_readme_is_short():

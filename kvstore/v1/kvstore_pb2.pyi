@@ -27,18 +27,20 @@ class OpenNamespaceResponse(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("namespace", "hashes", "tokens", "align", "store")
+    __slots__ = ("namespace", "hashes", "tokens", "align", "store", "counted")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ALIGN_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     hashes: bytes
     tokens: int
     align: int
     store: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., align: _Optional[int] = ..., store: bool = ...) -> None: ...
+    counted: int
+    def __init__(self, namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., align: _Optional[int] = ..., store: bool = ..., counted: _Optional[int] = ...) -> None: ...
 
 class PersistPoint(_message.Message):
     __slots__ = ("tokens", "kinds")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvstore/v1/operator.proto\x12\nkvstore.v1\"\x0f\n\rReportRequest\"%\n\x0eReportResponse\x12\x13\n\x0breport_json\x18\x01 \x01(\t\"\x13\n\x11NamespacesRequest\"7\n\rOpenNamespace\x12\x16\n\x0enamespace_json\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"C\n\x12NamespacesResponse\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.kvstore.v1.OpenNamespace\"P\n\x0cTrailRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05\x61lign\x18\x04 \x01(\r\"#\n\rTrailResponse\x12\x12\n\ntrail_json\x18\x01 \x01(\t2\xd6\x01\n\x08Operator\x12?\n\x06Report\x12\x19.kvstore.v1.ReportRequest\x1a\x1a.kvstore.v1.ReportResponse\x12K\n\nNamespaces\x12\x1d.kvstore.v1.NamespacesRequest\x1a\x1e.kvstore.v1.NamespacesResponse\x12<\n\x05Trail\x12\x18.kvstore.v1.TrailRequest\x1a\x19.kvstore.v1.TrailResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvstore/v1/operator.proto\x12\nkvstore.v1\"\x0f\n\rReportRequest\"%\n\x0eReportResponse\x12\x13\n\x0breport_json\x18\x01 \x01(\t\"\x13\n\x11NamespacesRequest\"7\n\rOpenNamespace\x12\x16\n\x0enamespace_json\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"C\n\x12NamespacesResponse\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.kvstore.v1.OpenNamespace\"P\n\x0cTrailRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05\x61lign\x18\x04 \x01(\r\"#\n\rTrailResponse\x12\x12\n\ntrail_json\x18\x01 \x01(\t\"L\n\x0cUnitsRequest\x12\x13\n\x06tenant\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05order\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\rB\t\n\x07_tenant\"#\n\rUnitsResponse\x12\x12\n\nunits_json\x18\x01 \x01(\t\"\x1b\n\x0bUnitRequest\x12\x0c\n\x04unit\x18\x01 \x01(\t\"!\n\x0cUnitResponse\x12\x11\n\tunit_json\x18\x01 \x01(\t\"-\n\x0bPinsRequest\x12\x13\n\x06tenant\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"!\n\x0cPinsResponse\x12\x11\n\tpins_json\x18\x01 \x01(\t\";\n\nPinRequest\x12\x0c\n\x04unit\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\x1f\n\x0bPinResponse\x12\x10\n\x08pin_json\x18\x01 \x01(\t\"\x1e\n\x0cUnpinRequest\x12\x0e\n\x06handle\x18\x01 \x01(\t\"\x0f\n\rUnpinResponse\"N\n\rDeleteRequest\x12\x0e\n\x04unit\x18\x01 \x01(\tH\x00\x12\x13\n\tnamespace\x18\x02 \x01(\tH\x00\x12\x10\n\x06tenant\x18\x03 \x01(\tH\x00\x42\x06\n\x04what\"4\n\x0e\x44\x65leteResponse\x12\x12\n\nnamespaces\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\"\x0f\n\rRecordRequest\":\n\x0fRecordedRequest\x12\n\n\x02\x61t\x18\x01 \x01(\x01\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\"?\n\x0eRecordResponse\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.kvstore.v1.RecordedRequest2\x84\x05\n\x08Operator\x12?\n\x06Report\x12\x19.kvstore.v1.ReportRequest\x1a\x1a.kvstore.v1.ReportResponse\x12K\n\nNamespaces\x12\x1d.kvstore.v1.NamespacesRequest\x1a\x1e.kvstore.v1.NamespacesResponse\x12<\n\x05Trail\x12\x18.kvstore.v1.TrailRequest\x1a\x19.kvstore.v1.TrailResponse\x12<\n\x05Units\x12\x18.kvstore.v1.UnitsRequest\x1a\x19.kvstore.v1.UnitsResponse\x12\x39\n\x04Unit\x12\x17.kvstore.v1.UnitRequest\x1a\x18.kvstore.v1.UnitResponse\x12\x39\n\x04Pins\x12\x17.kvstore.v1.PinsRequest\x1a\x18.kvstore.v1.PinsResponse\x12\x36\n\x03Pin\x12\x16.kvstore.v1.PinRequest\x1a\x17.kvstore.v1.PinResponse\x12<\n\x05Unpin\x12\x18.kvstore.v1.UnpinRequest\x1a\x19.kvstore.v1.UnpinResponse\x12?\n\x06\x44\x65lete\x12\x19.kvstore.v1.DeleteRequest\x1a\x1a.kvstore.v1.DeleteResponse\x12\x41\n\x06Record\x12\x19.kvstore.v1.RecordRequest\x1a\x1a.kvstore.v1.RecordResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,6 +45,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAILREQUEST']._serialized_end=324
   _globals['_TRAILRESPONSE']._serialized_start=326
   _globals['_TRAILRESPONSE']._serialized_end=361
-  _globals['_OPERATOR']._serialized_start=364
-  _globals['_OPERATOR']._serialized_end=578
+  _globals['_UNITSREQUEST']._serialized_start=363
+  _globals['_UNITSREQUEST']._serialized_end=439
+  _globals['_UNITSRESPONSE']._serialized_start=441
+  _globals['_UNITSRESPONSE']._serialized_end=476
+  _globals['_UNITREQUEST']._serialized_start=478
+  _globals['_UNITREQUEST']._serialized_end=505
+  _globals['_UNITRESPONSE']._serialized_start=507
+  _globals['_UNITRESPONSE']._serialized_end=540
+  _globals['_PINSREQUEST']._serialized_start=542
+  _globals['_PINSREQUEST']._serialized_end=587
+  _globals['_PINSRESPONSE']._serialized_start=589
+  _globals['_PINSRESPONSE']._serialized_end=622
+  _globals['_PINREQUEST']._serialized_start=624
+  _globals['_PINREQUEST']._serialized_end=683
+  _globals['_PINRESPONSE']._serialized_start=685
+  _globals['_PINRESPONSE']._serialized_end=716
+  _globals['_UNPINREQUEST']._serialized_start=718
+  _globals['_UNPINREQUEST']._serialized_end=748
+  _globals['_UNPINRESPONSE']._serialized_start=750
+  _globals['_UNPINRESPONSE']._serialized_end=765
+  _globals['_DELETEREQUEST']._serialized_start=767
+  _globals['_DELETEREQUEST']._serialized_end=845
+  _globals['_DELETERESPONSE']._serialized_start=847
+  _globals['_DELETERESPONSE']._serialized_end=899
+  _globals['_RECORDREQUEST']._serialized_start=901
+  _globals['_RECORDREQUEST']._serialized_end=916
+  _globals['_RECORDEDREQUEST']._serialized_start=918
+  _globals['_RECORDEDREQUEST']._serialized_end=976
+  _globals['_RECORDRESPONSE']._serialized_start=978
+  _globals['_RECORDRESPONSE']._serialized_end=1041
+  _globals['_OPERATOR']._serialized_start=1044
+  _globals['_OPERATOR']._serialized_end=1688
 # @@protoc_insertion_point(module_scope)

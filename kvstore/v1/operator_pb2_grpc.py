@@ -49,6 +49,41 @@ class OperatorStub(object):
                 request_serializer=kvstore_dot_v1_dot_operator__pb2.TrailRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_operator__pb2.TrailResponse.FromString,
                 _registered_method=True)
+        self.Units = channel.unary_unary(
+                '/kvstore.v1.Operator/Units',
+                request_serializer=kvstore_dot_v1_dot_operator__pb2.UnitsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_operator__pb2.UnitsResponse.FromString,
+                _registered_method=True)
+        self.Unit = channel.unary_unary(
+                '/kvstore.v1.Operator/Unit',
+                request_serializer=kvstore_dot_v1_dot_operator__pb2.UnitRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_operator__pb2.UnitResponse.FromString,
+                _registered_method=True)
+        self.Pins = channel.unary_unary(
+                '/kvstore.v1.Operator/Pins',
+                request_serializer=kvstore_dot_v1_dot_operator__pb2.PinsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_operator__pb2.PinsResponse.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/kvstore.v1.Operator/Pin',
+                request_serializer=kvstore_dot_v1_dot_operator__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_operator__pb2.PinResponse.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/kvstore.v1.Operator/Unpin',
+                request_serializer=kvstore_dot_v1_dot_operator__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_operator__pb2.UnpinResponse.FromString,
+                _registered_method=True)
+        self.Delete = channel.unary_unary(
+                '/kvstore.v1.Operator/Delete',
+                request_serializer=kvstore_dot_v1_dot_operator__pb2.DeleteRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_operator__pb2.DeleteResponse.FromString,
+                _registered_method=True)
+        self.Record = channel.unary_stream(
+                '/kvstore.v1.Operator/Record',
+                request_serializer=kvstore_dot_v1_dot_operator__pb2.RecordRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_operator__pb2.RecordResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer(object):
@@ -75,6 +110,51 @@ class OperatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Units(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unit(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pins(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Pins a unit, or extends a pin: one of `unit` and `handle`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Delete(self, request, context):
+        """For good, from every tier. Ends when it is done, and is done though the caller leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Record(self, request, context):
+        """The last requests, oldest first, as far as the daemon remembers them: a trace for `plan`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +172,41 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Trail,
                     request_deserializer=kvstore_dot_v1_dot_operator__pb2.TrailRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_operator__pb2.TrailResponse.SerializeToString,
+            ),
+            'Units': grpc.unary_unary_rpc_method_handler(
+                    servicer.Units,
+                    request_deserializer=kvstore_dot_v1_dot_operator__pb2.UnitsRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_operator__pb2.UnitsResponse.SerializeToString,
+            ),
+            'Unit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unit,
+                    request_deserializer=kvstore_dot_v1_dot_operator__pb2.UnitRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_operator__pb2.UnitResponse.SerializeToString,
+            ),
+            'Pins': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pins,
+                    request_deserializer=kvstore_dot_v1_dot_operator__pb2.PinsRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_operator__pb2.PinsResponse.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=kvstore_dot_v1_dot_operator__pb2.PinRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_operator__pb2.PinResponse.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=kvstore_dot_v1_dot_operator__pb2.UnpinRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_operator__pb2.UnpinResponse.SerializeToString,
+            ),
+            'Delete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Delete,
+                    request_deserializer=kvstore_dot_v1_dot_operator__pb2.DeleteRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_operator__pb2.DeleteResponse.SerializeToString,
+            ),
+            'Record': grpc.unary_stream_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=kvstore_dot_v1_dot_operator__pb2.RecordRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_operator__pb2.RecordResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +290,195 @@ class Operator(object):
             '/kvstore.v1.Operator/Trail',
             kvstore_dot_v1_dot_operator__pb2.TrailRequest.SerializeToString,
             kvstore_dot_v1_dot_operator__pb2.TrailResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Units(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Operator/Units',
+            kvstore_dot_v1_dot_operator__pb2.UnitsRequest.SerializeToString,
+            kvstore_dot_v1_dot_operator__pb2.UnitsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Operator/Unit',
+            kvstore_dot_v1_dot_operator__pb2.UnitRequest.SerializeToString,
+            kvstore_dot_v1_dot_operator__pb2.UnitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Operator/Pins',
+            kvstore_dot_v1_dot_operator__pb2.PinsRequest.SerializeToString,
+            kvstore_dot_v1_dot_operator__pb2.PinsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Operator/Pin',
+            kvstore_dot_v1_dot_operator__pb2.PinRequest.SerializeToString,
+            kvstore_dot_v1_dot_operator__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Operator/Unpin',
+            kvstore_dot_v1_dot_operator__pb2.UnpinRequest.SerializeToString,
+            kvstore_dot_v1_dot_operator__pb2.UnpinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Delete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Operator/Delete',
+            kvstore_dot_v1_dot_operator__pb2.DeleteRequest.SerializeToString,
+            kvstore_dot_v1_dot_operator__pb2.DeleteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.v1.Operator/Record',
+            kvstore_dot_v1_dot_operator__pb2.RecordRequest.SerializeToString,
+            kvstore_dot_v1_dot_operator__pb2.RecordResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -93,7 +93,9 @@ class LatentHiCache(HiCacheStorage):
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many leading ``keys`` can be loaded: one Match over the whole prefix."""
         before, chain = _chain(keys, extra_info)
-        found = self._guard("match", lambda: self._match(*self._named(chain), store=False).blocks, 0)
+        # Each rank asks; and what lies before was asked for already, or never was the store's to give.
+        counted = before if self._config.is_storage_writer else len(chain)
+        found = self._guard("match", lambda: self._match(*self._named(chain), counted=counted).blocks, 0)
         hit = max(found - before, 0)
         self._count("found_pages", hit)
         return hit
@@ -179,9 +181,11 @@ class LatentHiCache(HiCacheStorage):
         key = self._namespaces.digest(self._namespace)
         return key, [_block_hash(key, page) for page in chain]
 
-    def _match(self, key: bytes, hashes: Sequence[bytes], *, store: bool) -> Match:
+    def _match(self, key: bytes, hashes: Sequence[bytes], *, store: bool = False, counted: int = 0) -> Match:
         # SGLang never asks for the page whose last token must be computed, so all of these may hit.
-        return self._store.match(key, hashes, len(hashes) * BLOCK_TOKENS + 1, store=store)
+        tokens = len(hashes) * BLOCK_TOKENS + 1
+        before = counted * BLOCK_TOKENS if counted < len(hashes) else tokens
+        return self._store.match(key, hashes, tokens, store=store, counted=before)
 
     def _load(self, chain: Sequence[str], before: int, pages: Sequence[int]) -> int:
         """How many pages were loaded."""
@@ -200,7 +204,7 @@ class LatentHiCache(HiCacheStorage):
         if self._queue is None:
             return before
         key, hashes = self._named(chain)
-        match = self._match(key, hashes, store=True)
+        match = self._match(key, hashes, store=True, counted=len(hashes))
         if match.reason is MissReason.UNAVAILABLE:
             return before
         units = {point.tokens // BLOCK_TOKENS: point.kinds for point in match.persist_points}

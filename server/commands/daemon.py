@@ -19,8 +19,10 @@ from kvstore.v1 import operator_pb2 as pb
 from kvstore.v1 import operator_pb2_grpc
 from server.config import ConfigError, default_listen, load
 from server.explaining.explanation import Opened
+from server.planning.trace import Trace, recorded_trace
 
 ANSWER_SECONDS = 5.0
+WORK_SECONDS = 600.0  # for what has to reach the disk
 
 Url = Annotated[
     str | None,
@@ -66,9 +68,9 @@ class Operator:
     ) -> None:
         self._transport.close()
 
-    def _ask(self, verb: Callable[..., Any], request: Any) -> Any:
+    def _ask(self, verb: Callable[..., Any], request: Any, seconds: float = ANSWER_SECONDS) -> Any:
         try:
-            return self._transport.call(verb, request)
+            return self._transport.call(verb, request, seconds)
         except Unauthenticated:
             raise
         except Unavailable as error:
@@ -78,6 +80,17 @@ class Operator:
         """The daemon's report as ``server.report.Report`` has it."""
         report: dict[str, Any] = json.loads(self._ask(self._stub.Report, pb.ReportRequest()).report_json)
         return report
+
+    def record(self) -> Trace:
+        """The daemon's record of its last requests. Raises ``InvalidArgument`` if there is none."""
+
+        def answers(request: Any, **options: Any) -> list[Any]:
+            return list(self._stub.Record(request, **options))
+
+        batches = self._ask(answers, pb.RecordRequest())
+        return recorded_trace(
+            (each.at, each.tokens, each.ids) for batch in batches for each in batch.requests
+        )
 
     def namespaces(self) -> list[Opened]:
         """The open namespaces."""
@@ -94,3 +107,35 @@ class Operator:
         )
         trail: dict[str, Any] = json.loads(self._ask(self._stub.Trail, request).trail_json)
         return trail
+
+    def units(self, tenant: str | None, order: str, limit: int) -> list[dict[str, Any]]:
+        """The first units in an order, each a ``server.holdings.UnitHeld``."""
+        request = pb.UnitsRequest(tenant=tenant, order=order, limit=wire.unsigned("limit", limit, 32))
+        units: list[dict[str, Any]] = json.loads(self._ask(self._stub.Units, request).units_json)
+        return units
+
+    def unit(self, name: str) -> dict[str, Any]:
+        """One unit, a ``server.holdings.UnitHeld``."""
+        unit: dict[str, Any] = json.loads(self._ask(self._stub.Unit, pb.UnitRequest(unit=name)).unit_json)
+        return unit
+
+    def pins(self, tenant: str | None) -> list[dict[str, Any]]:
+        """All pins, each a ``server.holdings.PinHeld``."""
+        answer = self._ask(self._stub.Pins, pb.PinsRequest(tenant=tenant))
+        pins: list[dict[str, Any]] = json.loads(answer.pins_json)
+        return pins
+
+    def pin(self, seconds: float, *, unit: str = "", handle: str = "") -> dict[str, Any]:
+        """Pin a unit, or extend a pin; a ``server.holdings.PinHeld``."""
+        request = pb.PinRequest(unit=unit, handle=handle, seconds=seconds)
+        pin: dict[str, Any] = json.loads(self._ask(self._stub.Pin, request, WORK_SECONDS).pin_json)
+        return pin
+
+    def unpin(self, handle: str) -> None:
+        """End a pin."""
+        self._ask(self._stub.Unpin, pb.UnpinRequest(handle=handle))
+
+    def delete(self, what: str, name: str) -> dict[str, int]:
+        """Delete a ``unit``, a ``namespace`` or a ``tenant``; how many namespaces and blocks."""
+        answer = self._ask(self._stub.Delete, pb.DeleteRequest(**{what: name}), WORK_SECONDS)
+        return {"namespaces": answer.namespaces, "blocks": answer.blocks}

@@ -9,7 +9,7 @@ import sys
 from server.commands.failures import one_line
 from server.commands.settings import Given, with_settings
 from server.config import Config
-from server.lifecycle import Daemon
+from server.lifecycle import Daemon, OpenStore, open_store
 
 
 @with_settings
@@ -20,10 +20,11 @@ def serve(given: Given) -> None:
     the environment, and that over the file.
     """
     with one_line():
-        _serve(given.load())
+        run_daemon(given.load())
 
 
-def _serve(config: Config) -> None:
+def run_daemon(config: Config, open_store: OpenStore = open_store) -> None:
+    """Log to standard error and serve until a signal. Raises ``KVStoreError`` when it cannot start."""
     logging.basicConfig(
         stream=sys.stderr,
         level=config.log_level.upper(),
@@ -31,6 +32,6 @@ def _serve(config: Config) -> None:
     )
 
     async def run() -> None:
-        await Daemon(config).run()
+        await Daemon(config, open_store).run()
 
     asyncio.run(run())

@@ -80,7 +80,7 @@ def _headline(report: Report) -> Text:
     style = "green" if state == "ready" else "bold red"
     text = Text(f"latentkv {report['release']} at {report['address']}: ")
     text.append(state, style)
-    return text.append(f", up {_duration(report['at'] - report['started'])}, data {report['data']}\n")
+    return text.append(f", up {duration(report['at'] - report['started'])}, data {report['data']}\n")
 
 
 def _tiers(report: Report) -> Table:
@@ -110,7 +110,7 @@ def _tenants(report: Report, before: Report | None) -> Table | None:
     if not report["tenants"]:
         return None
     then = {each["tenant"]: each for each in before["tenants"]} if before else {}
-    table = Table("tenant", "matches", "hit rate", "now", "hit tokens", "saved", box=None)
+    table = Table("tenant", "matches", "hit rate", "now", "hit tokens", "break-even", "saved", box=None)
     for each in report["tenants"]:
         past = then.get(each["tenant"], {"hit_tokens": 0, "miss_tokens": 0})
         hit, miss = (each[name] - past[name] for name in ("hit_tokens", "miss_tokens"))
@@ -120,9 +120,18 @@ def _tenants(report: Report, before: Report | None) -> Table | None:
             rate(each["hit_tokens"], each["miss_tokens"]),
             rate(hit, miss) if before else "",
             f"{each['hit_tokens']:,}",
-            _duration(each["saved_seconds"]) if each["saved_seconds"] else "",
+            f"{each['break_even_rate']:,.0f} tokens/s" if each["break_even_rate"] else "",
+            _saved(each),
         )
     return table
+
+
+def _saved(tenant: Report) -> str:
+    """Prefill time, and money where the GPU has a price; nothing where the rate is unknown."""
+    if not tenant["saved_seconds"]:
+        return ""
+    money = f", {tenant['saved_money']:,.2f}" if tenant["saved_money"] else ""
+    return duration(tenant["saved_seconds"]) + money
 
 
 def _misses(report: Report) -> Table | None:
@@ -158,7 +167,8 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds for people."""
     for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {name}"

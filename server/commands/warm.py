@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import kvstore
 from kvstore.errors import InvalidArgument, Unavailable
+from kvstore.identity import Identity
 from server.commands.daemon import AsJson, Data, Url, address
 from server.commands.failures import NO, one_line
 from server.commands.status import size
@@ -95,7 +96,7 @@ def warm(
     with one_line():
         files = _files(directory, pattern)
         warmer_class = _warmer()
-        store = kvstore.connect(address(listen, data), timeout=_TIMEOUT)
+        store = kvstore.connect(address(listen, data), timeout=_TIMEOUT, identity=Identity.from_environment())
         try:
             store.status()  # before a model is loaded for nothing
         except Unavailable as error:

@@ -118,6 +118,9 @@ _TESTS: tuple[tuple[Hint, Callable[[Parting, Parting], bool]], ...] = (
 )
 
 
+CAUSES = tuple(hint for hint, _ in _TESTS)
+
+
 def hints_of(ours: Parting, theirs: Parting) -> list[Hint]:
     """The causes that the texts of two prompts show."""
     return [hint for hint, holds in _TESTS if holds(ours, theirs)]

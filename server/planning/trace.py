@@ -11,12 +11,14 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import zstandard
 
 from kvstore.errors import InvalidArgument
+from kvstore.layout import BLOCK_TOKENS
 
 MOONCAKE_BLOCK_TOKENS = 512
 _MAGIC = b"\x28\xb5\x2f\xfd"
@@ -76,6 +78,28 @@ def parse(lines: Iterable[str], name: str) -> Trace:
     if block_tokens <= 0 or not any(request.blocks for request in requests):
         raise InvalidArgument(f"{name}: a trace needs a positive block_tokens and a request with blocks")
     return Trace(block_tokens, sorted(requests, key=lambda request: request.at))
+
+
+def recorded_trace(requests: Iterable[tuple[float, int, bytes]]) -> Trace:
+    """A trace from a daemon's record: unix seconds, tokens, 8 bytes a block. Raises ``InvalidArgument``."""
+    found = [Request(at, tokens, tuple(np.frombuffer(ids, "<i8").tolist())) for at, tokens, ids in requests]
+    if not any(request.blocks for request in found):
+        raise InvalidArgument("the daemon has recorded no request of a block or more; see record_bytes")
+    first = found[0].at
+    return Trace(BLOCK_TOKENS, [replace(request, at=request.at - first) for request in found])
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Write a trace that ``read_trace`` reads. Raises ``OSError``."""
+    with path.open("w") as file:
+        file.write(json.dumps({"block_tokens": trace.block_tokens}) + "\n")
+        for each in trace.requests:
+            line = {
+                "timestamp": round(each.at * 1000),
+                "input_length": each.tokens,
+                "hash_ids": list(each.blocks),
+            }
+            file.write(json.dumps(line) + "\n")
 
 
 def _request(raw: dict[str, object]) -> Request:

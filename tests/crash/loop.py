@@ -7,7 +7,6 @@ standard output; ``sure NUMBER BLOCKS`` says what the store has confirmed to be 
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import sys
 from collections.abc import Callable
@@ -19,22 +18,12 @@ from kvstore.errors import KVStoreError
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import DType, LatentLayout
 from kvstore.namespace import Namespace
+from kvstore.testing.chains import overlapping
 from kvstore.units import UnitKind, UnitMark
 
 LAYOUT = LatentLayout(num_layers=2, latent_rank=32, rope_dim=16, dtype=DType.FP32)  # 24 KiB a block
 _LATER = (ReserveState.RETRY, ReserveState.PENDING)
 NAMESPACE = Namespace(LAYOUT, model="crash")
-
-
-@functools.cache
-def document(number: int) -> tuple[int, ...]:
-    """Tokens of whole blocks. Every other document starts like an earlier one, up to some block."""
-    rng = random.Random(number)
-    shared: tuple[int, ...] = ()
-    if number and rng.random() < 0.5:
-        earlier = document(rng.randrange(number))
-        shared = earlier[: 64 * rng.randint(1, len(earlier) // 64)][: 64 * 16]
-    return shared + tuple(rng.randrange(1 << 32) for _ in range(64 * rng.randint(1, 12)))
 
 
 def content(block: bytes) -> bytes:
@@ -59,7 +48,7 @@ class Loop:
         self._key = store.open_namespace(NAMESPACE)
 
     def hashes(self, number: int) -> list[bytes]:
-        return block_hashes(self._key, document(number))
+        return block_hashes(self._key, overlapping(number))
 
     def store(self, number: int) -> None:
         """Store a document in pieces, a unit behind some of them, waiting for the disk now and then."""

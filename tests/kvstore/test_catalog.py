@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore import catalog as catalog_module
-from kvstore.catalog import BlockRecord, Catalog, UnitRecord, lock_directory
+from kvstore.catalog import BlockRecord, Catalog, UnitRecord
+from kvstore.directory import lock_directory
 from kvstore.errors import DataDirError, DataDirInUse, FormatMismatch
 
 MAP = 1 << 20
@@ -232,6 +233,19 @@ print("alive", flush=True)
 """
 
 
+@pytest.mark.parametrize("sectors", [16, 15, 8, 1])
+def test_a_catalogue_that_was_never_finished_is_made_anew_unless_there_are_payloads(tmp_path, sectors):
+    """Its first pages may be torn when power is lost while it is made."""
+    file = tmp_path / "catalog" / "data.mdb"
+    file.parent.mkdir()
+    file.write_bytes(bytes(512 * sectors))
+    reopened(tmp_path).close()
+    file.write_bytes(bytes(512 * sectors))
+    (tmp_path / "payloads").mkdir()
+    with pytest.raises(DataDirError, match="not an LMDB file"):
+        reopened(tmp_path)
+
+
 def test_a_catalogue_truncated_while_open_kills_nobody(tmp_path, victim):
     one = victim(TRUNCATED, str(tmp_path / "catalog"))
     lines = [one.line()]
@@ -252,7 +266,8 @@ def test_a_file_in_the_way_is_a_data_directory_error(tmp_path):
 READ_ONLY = """
 import os, sys
 from pathlib import Path
-from kvstore.catalog import Catalog, lock_directory
+from kvstore.catalog import Catalog
+from kvstore.directory import lock_directory
 from kvstore.errors import DataDirReadOnly
 os.chdir(sys.argv[1])
 path = Path()
@@ -281,7 +296,7 @@ def test_a_read_only_directory_is_refused_as_such(tmp_path, victim):
 HOLDER = """
 import sys
 from pathlib import Path
-from kvstore.catalog import lock_directory
+from kvstore.directory import lock_directory
 lock = lock_directory(Path(sys.argv[1]))
 print("locked", flush=True)
 sys.stdin.read()

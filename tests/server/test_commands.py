@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from kvstore.layout import preset
+from server.cli import app
 from tests.server.conftest import DEADLINE, ROOT_DIR
 
 
@@ -39,3 +45,23 @@ def test_config_show_refuses_what_serve_refuses() -> None:
     assert "policy='lru' (from --policy)" in latentkv(
         "config", "show", "--data", "/d", "--policy", "lru", code=2
     )
+
+
+def test_bench_measures_memory_disk_and_both_tiers_and_leaves_nothing(tmp_path: Path) -> None:
+    ran = CliRunner().invoke(app, ["bench", str(tmp_path), "--size", "6MiB", "--model", "tiny", "--json"])
+    if "no O_DIRECT there" in ran.stderr:
+        pytest.skip("needs a disk that can be read past the page cache")
+    assert ran.exit_code == 0, ran.stderr
+    shown = json.loads(ran.stdout)
+    steps = {step["step"]: step["bytes_a_second"] for step in shown["steps"]}
+    assert len(steps) == 7
+    assert all(rate > 0 for rate in steps.values())
+    assert shown["tokens_a_second"]["load from DISK"] == steps["load from DISK"] / preset("tiny").token_bytes
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_refuses_what_it_cannot_measure(tmp_path: Path) -> None:
+    for size, wrong in (("1EB", "bytes free"), ("much", "--size 'much'")):
+        ran = CliRunner().invoke(app, ["bench", str(tmp_path), "--size", size])
+        assert (ran.exit_code, ran.stderr.count("\n")) == (2, 1)
+        assert wrong in ran.stderr

@@ -21,8 +21,9 @@ from kvstore.namespace import Namespace
 from kvstore.observer import Departure
 from server.cli import app
 from server.explaining.reasons import FATES, REASONS
-from tests.server.conftest import DaemonProcess, Document, Fleet, flag_maker, page_of
+from tests.server.conftest import DaemonProcess, Document, Fleet, document, flag_maker, page_of
 from tests.server.test_commands import latentkv
+from tests.server.test_failures import until
 from tests.server.test_metrics import Samples, scrape
 from tests.server.test_web import get
 
@@ -157,7 +158,11 @@ def ask(scene: Scene, tmp_path: Path) -> Asks:
     return ask
 
 
-@pytest.mark.parametrize("reason", sorted(set(MissReason) - {MissReason.UNAVAILABLE}))
+# These have tests of their own: what brings them about would spoil the rest.
+APART = {MissReason.UNAVAILABLE, MissReason.EXPIRED, MissReason.DELETED}
+
+
+@pytest.mark.parametrize("reason", sorted(set(MissReason) - APART))
 def test_every_reason_is_told_by_explain_the_metric_and_the_status_page(
     reason: MissReason, scene: Scene, ask: Asks
 ) -> None:
@@ -183,6 +188,24 @@ def test_a_daemon_that_is_away_is_a_reason_too(tmp_path: Path, fleet: Fleet) -> 
     assert found["reason"] == MissReason.UNAVAILABLE
     assert "no daemon answers" in latentkv("explain", str(file), "--listen", nowhere, code=3)
     assert fleet.connect(nowhere).match(bytes(32), [], 1).reason is MissReason.UNAVAILABLE
+
+
+def test_a_block_that_has_expired_is_told(
+    tmp_path: Path, fleet: Fleet, flags: Callable[..., list[str]]
+) -> None:
+    daemon = fleet.daemon(*flags(http="127.0.0.1:0", ttl_seconds=1))
+    client = fleet.connect(daemon.url)
+    doc = document(client, 2)
+    doc.store(client)
+    until(lambda: client.match(doc.namespace, doc.hashes, len(doc.tokens)).reason is MissReason.EXPIRED)
+    file = tmp_path / "prompt.json"
+    file.write_text(json.dumps(doc.tokens))
+    found = explained(file, "--listen", daemon.url)
+    assert (found["reason"], found["gone"]["why"]) == ("expired", Departure.EXPIRED)
+    samples, report = read_all(daemon)
+    labels = frozenset({"tenant": "default", "reason": "expired"}.items())
+    assert samples["latentkv_miss_tokens_total", labels] == len(doc.tokens)
+    assert report["recent_misses"][0]["reason"] == "expired"
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,8 @@ def test_tokens_are_counted_by_tenant_tier_and_reason(scraped: tuple[dict[str, s
     assert 0 < 384_000 - value("saved_prefill_seconds_total", tenant="acme") < 2 * DEADLINE
     assert value("saved_money_total", tenant="acme") == value("saved_prefill_seconds_total", tenant="acme")
     assert value("step_size_bytes_sum", step="load") == 2 * value("step_size_bytes_sum", step="disk_read") > 0
+    seconds = value("step_duration_seconds_sum", step="load")
+    assert value("break_even_prefill_rate", tenant="acme") == pytest.approx(384 / seconds)
     for step, times in {"match": 3, "load": 2, "disk_read": 3}.items():
         assert value("step_duration_seconds_count", step=step) == times
     assert value("units") == 1
@@ -150,3 +152,30 @@ def test_a_miss_for_what_was_evicted_says_so_to_worker_metrics_and_page(fleet: F
     report = json.loads(get(page_of(daemon) + "status.json")[1])
     assert report["recent_misses"][0]["reason"] == "evicted"
     assert [each["tokens"] for each in report["misses"] if each["reason"] == "evicted"] == [missed]
+
+
+def test_a_request_that_is_matched_several_times_is_counted_once(fleet: Fleet, flags: Flags) -> None:
+    daemon = fleet.daemon(*flags(http="127.0.0.1:0"))
+    client = fleet.connect(daemon.url)
+    doc = document(client, 4, tenant="acme")
+    doc.store(client)
+    length = len(doc.tokens) + 100
+
+    def match(blocks: int, tokens: int, counted: int) -> int:
+        return client.match(doc.namespace, doc.hashes[:blocks], tokens, counted=counted).blocks
+
+    # By pieces, as an engine that looks page by page; then again, and for where to leave units.
+    assert [match(2, 129, 0), match(4, length, 128), match(4, length, length), match(4, length, length)] == [
+        0,
+        4,
+        4,
+        4,
+    ]
+    _, samples = scrape(page_of(daemon))
+
+    def value(name: str, **labels: str) -> float:
+        return samples[f"latentkv_{name}", frozenset({"tenant": "acme", **labels}.items())]
+
+    assert value("hit_tokens_total", tier="host") + value("hit_tokens_total", tier="disk") == 128
+    assert sum(v for (n, _), v in samples.items() if n == "latentkv_miss_tokens_total") == 129 + 101
+    assert sum(v for (n, _), v in samples.items() if n == "latentkv_matches_total") == 1

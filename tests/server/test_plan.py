@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from server.planning.optimum import best
 from server.planning.replay import Replay
 from server.planning.sizing import Machine, capacities_of, plan
 from server.planning.trace import Request, Trace, parse, read_trace
-from tests.server.conftest import ROOT_DIR
+from server.record import RequestRecord
+from tests.server.conftest import ROOT_DIR, SMALL, Fleet, document
 from tests.server.test_commands import latentkv
 
+Flags = Callable[..., list[str]]
 MOONCAKE = ROOT_DIR.parent / "shared" / "traces" / "mooncake_conversation.jsonl.zst"
 OWN = Path(__file__).with_name("trace.jsonl")
 
@@ -129,6 +132,41 @@ def test_the_command_prints_a_table_json_and_a_picture(tmp_path: Path) -> None:
     assert "line 1" in latentkv("plan", str(Path(__file__)), code=2)
     assert "No such file" in latentkv("plan", str(tmp_path / "none"), code=2)
     assert "--sizes 'x'" in latentkv("plan", str(OWN), "--sizes", "x", code=2)
+
+
+def test_without_a_trace_it_plans_for_what_the_daemon_was_asked(
+    fleet: Fleet, flags: Flags, tmp_path: Path
+) -> None:
+    daemon = fleet.daemon(*flags())
+    client = fleet.connect(daemon.url)
+    where = ("plan", "--listen", daemon.url)
+    assert "has recorded no request" in latentkv(*where, code=2)
+    docs = [document(client, blocks, seed=seed) for blocks, seed in ((4, 1), (2, 2), (6, 1), (4, 1))]
+    for doc in docs:
+        client.match(doc.namespace, doc.hashes, len(doc.tokens))
+    client.match(docs[0].namespace, docs[0].hashes, len(docs[0].tokens), counted=64)  # the same request again
+    trace = tmp_path / "trace.jsonl"
+    made = json.loads(latentkv(*where, "--json", "--sizes", "1GB", "--save", str(trace)))
+    assert (made["requests"], made["distinct_blocks"], made["block_tokens"]) == (4, 8, 64)
+    assert made["rows"][0]["block"] == 8 / 16
+    assert made["rows"][0]["nbytes"] // made["rows"][0]["blocks"] == SMALL.block_bytes
+    saved = read_trace(trace)
+    assert [request.tokens for request in saved.requests] == [len(doc.tokens) for doc in docs]
+    assert saved.requests[0].blocks == saved.requests[2].blocks[:4] == saved.requests[3].blocks
+    # What was saved is all that there is of the prompts.
+    assert set(json.loads(trace.read_text().splitlines()[1])) == {"timestamp", "input_length", "hash_ids"}
+
+
+def test_a_record_is_bounded_and_the_oldest_leave() -> None:
+    record, none = RequestRecord(1040), RequestRecord(0)
+    for number in range(10):
+        for each in (record, none):
+            each.note(64 * number, bytes(32 * number))
+    kept = [request for batch in record.batches(2) for request in batch]
+    assert [request.tokens // 64 for request in kept] == [6, 7, 8, 9]
+    assert [len(request.ids) for request in kept] == [48, 56, 64, 72]
+    assert len(record) == 4
+    assert len(none) == 0
 
 
 @pytest.mark.skipif(not MOONCAKE.exists(), reason="the Mooncake traces are not beside this checkout")

@@ -13,7 +13,7 @@ from kvstore.errors import NamespaceMismatch
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import DType, LatentLayout
 from kvstore.namespace import Namespace
-from server.commands.daemon import ask_report
+from server.commands.daemon import Operator
 from tests.server.conftest import Document, Fleet, flag_maker
 
 LAYOUT = LatentLayout(num_layers=4, latent_rank=32, rope_dim=16, dtype=DType.BF16)
@@ -45,7 +45,8 @@ class Shared:
 
     def listed(self) -> set[str]:
         """Digests, shortened, of the namespaces that are listed with blocks or units."""
-        found = ask_report(self.url)["namespaces"]
+        with Operator(self.url) as daemon:
+            found = daemon.report()["namespaces"]
         return {each["digest"] for each in found if each["blocks"] or each["units"]}
 
     def read(self) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message_factory import GetMessageClass
 from typer.testing import CliRunner
 
 import kvstore
@@ -32,7 +34,7 @@ from kvstore.namespace import Namespace
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1 import kvstore_pb2_grpc, operator_pb2, operator_pb2_grpc
 from server.cli import app
-from server.commands.daemon import ask_report
+from server.commands.daemon import Operator
 from server.credentials import CredentialFile, CredentialsError, Evidence, hash_of, new_token
 from tests.server.conftest import (
     DEADLINE,
@@ -48,6 +50,7 @@ from tests.server.test_commands import latentkv
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can run a process as another user")
 STRANGER = 54321  # a uid that no credential names
 WORKER = pb.Worker(token=b"w" * 16)
+OPERATORS = operator_pb2.DESCRIPTOR.services_by_name["Operator"]
 
 
 def entry(name: str, proof: str, tenants: list[str], more: str = "") -> str:
@@ -117,7 +120,7 @@ class Bare:
             answer = call(
                 iter(messages) if streamed else messages[0], timeout=DEADLINE, metadata=self._metadata
             )
-            if isinstance(call, grpc.StreamStreamMultiCallable):
+            if isinstance(call, grpc.StreamStreamMultiCallable | grpc.UnaryStreamMultiCallable):
                 list(answer)
         except grpc.RpcError as failure:
             return failure.code(), failure.details()  # type: ignore[attr-defined]
@@ -161,8 +164,12 @@ def every_call(doc: Document) -> dict[str, list[Any]]:
         "Durable": [pb.DurableRequest(ticket=1)],
         "Release": [pb.ReleaseRequest(lease=1, worker=WORKER)],
         "Status": [pb.StatusRequest()],
-        "Report": [operator_pb2.ReportRequest()],
-    }
+    } | {method.name: [made_of(method.input_type)] for method in OPERATORS.methods}
+
+
+def made_of(descriptor: Descriptor) -> Any:
+    """An empty message: the caller is looked at before what a call says."""
+    return GetMessageClass(descriptor)()
 
 
 # --- who calls
@@ -189,11 +196,8 @@ def test_who_proves_nothing_is_answered_nothing(
 
 
 def test_every_verb_is_among_those_that_are_tried(doc: Document) -> None:
-    services = (
-        pb.DESCRIPTOR.services_by_name["KVStore"],
-        operator_pb2.DESCRIPTOR.services_by_name["Operator"],
-    )
-    assert set(every_call(doc)) == {method.name for service in services for method in service.methods}
+    verbs = {method.name for method in pb.DESCRIPTOR.services_by_name["KVStore"].methods}
+    assert set(every_call(doc)) == verbs | {method.name for method in OPERATORS.methods}
 
 
 def test_a_client_without_proof_gets_misses_and_no_exception_in_the_models_path(
@@ -308,13 +312,14 @@ def test_anothers_lease_and_ticket_are_not_found_even_with_its_workers_token(
 def test_the_operators_service_needs_the_right_to_it(
     estate: Estate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in ("search", "both"):
-        code, words = estate.stub(name)("Report", operator_pb2.ReportRequest())
-        assert (code, "operator = true" in words) == (grpc.StatusCode.NOT_FOUND, True)
+    for method in OPERATORS.methods:
+        code, words = estate.stub("both")(method.name, made_of(method.input_type))
+        assert (code, "operator = true" in words) == (grpc.StatusCode.NOT_FOUND, True), method.name
     token = tmp_path / "token"
     token.write_text(estate.tokens["ops"] + "\n")
     monkeypatch.setenv("LATENTKV_TOKEN_FILE", str(token))
-    assert ask_report(estate.daemon.url)["mode"] == "ok"
+    with Operator(estate.daemon.url) as daemon:
+        assert daemon.report()["mode"] == "ok"
     for said, words, code in ((estate.tokens["search"], "operator", 2), (new_token(), "known callers", 3)):
         token.write_text(said)
         shown = CliRunner().invoke(app, ["status", "--listen", estate.daemon.url])

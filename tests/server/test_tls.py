@@ -17,7 +17,7 @@ from kvstore.client import Client
 from kvstore.errors import NotCovered, Unauthenticated, Unavailable
 from kvstore.identity import Identity
 from kvstore.namespace import Namespace
-from server.commands.daemon import ask_report
+from server.commands.daemon import Operator
 from server.config import ConfigError, load
 from server.credentials import hash_of, new_token
 from server.lifecycle import Daemon
@@ -121,8 +121,8 @@ def test_a_certificate_is_a_credential_by_its_name(secured: Secured, monkeypatch
     cert, key = secured.ours.issue("ops.example")
     for name, file in (("CA", secured.ours.ca), ("CERT", cert), ("KEY", key)):
         monkeypatch.setenv(f"LATENTKV_{name}", str(file))
-    report = ask_report(f"tls://localhost:{secured.port(secured.by_certificate)}")
-    assert [each["tenant"] for each in report["namespaces"]] == ["search"]
+    with Operator(f"tls://localhost:{secured.port(secured.by_certificate)}") as daemon:
+        assert [each["tenant"] for each in daemon.report()["namespaces"]] == ["search"]
 
 
 def test_a_certificate_that_nothing_names_is_nobody(secured: Secured) -> None:
