@@ -17,8 +17,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python -m benchmarks.disk_vs_prefill --demo --json out/demo.json --plot out/demo.png
 
+# A worker for each core; who has finished takes tests from who has not.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # The oldest transformers we support; its cache argument has another name.
 OLDEST := .venv-oldest

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -92,6 +93,12 @@ def run(name: str, benchmark: Callable[[], None]) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def require_vllm() -> None:
+    """Raises ``BenchmarkError`` outside the engines' environment."""
+    if find_spec("vllm") is None:
+        raise BenchmarkError("vllm is not here; use the engines' environment: make .venv-engines/.ready")
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from rich.table import Table
 
 import kvstore
 from benchmarks import arguments
-from benchmarks.arguments import Parser, machine, workplace, write_json
+from benchmarks.arguments import Parser, machine, require_vllm, workplace, write_json
 from benchmarks.daemon import Daemon
 from benchmarks.options import BenchmarkError
 from kvstore.layout import BLOCK_TOKENS
@@ -160,13 +160,9 @@ def _parse(options: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _benchmark(options: argparse.Namespace, console: Console) -> None:
-    try:
-        from tests.engines.checkpoint import checkpoint
-        from tests.engines.vllm_engine import vllm_config  # noqa: F401
-    except ImportError as error:
-        raise BenchmarkError(
-            f"{error}: run it in the engines' environment, make .venv-engines/.ready"
-        ) from None
+    require_vllm()
+    from tests.engines.checkpoint import checkpoint
+
     with workplace(options.data, 1 << 30) as place:
         flags = ["--host-bytes", str(options.arena), "--disk-bytes", "512MiB", "--payloads", options.payloads]
         with Daemon(place / "store", flags) as daemon:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -41,8 +40,6 @@ from kvstore.survey import Survey, survey
 from kvstore.trail import Trail, trail
 from kvstore.units import UnitKind, UnitMark, check_interval
 from kvstore.writeback import Writer
-
-log = logging.getLogger(__name__)
 
 __all__ = ["Reserved", "Store"]
 

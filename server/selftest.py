@@ -81,9 +81,12 @@ class SelfTest:
     def _copy(self) -> Measured:
         target = np.empty_like(self._block)
         target[:] = 0  # else its pages come with the copy
-        return self._timed(
-            "memory, one copy", lambda: [np.copyto(target, self._block) for _ in range(self._blocks)]
-        )
+
+        def copies() -> None:
+            for _ in range(self._blocks):
+                np.copyto(target, self._block)
+
+        return self._timed("memory, one copy", copies)
 
     def _timed(self, step: str, work: Callable[[], object]) -> Measured:
         began = time.perf_counter()
@@ -146,20 +149,17 @@ class SelfTest:
                 "log-level": "error",
             }
             flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "server", "serve", *flags], stdout=subprocess.PIPE
-            )
-            try:
-                assert process.stdout is not None
-                if not process.stdout.readline():
-                    raise DiskError("the daemon of the test did not start; its last words are above")
-                yield url
-                process.terminate()
-                process.wait(_CALL_SECONDS)
-            finally:
-                process.kill()
-                process.wait()
-                process.stdout.close()
+            command = [sys.executable, "-m", "server", "serve", *flags]
+            with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+                try:
+                    assert process.stdout is not None
+                    if not process.stdout.readline():
+                        raise DiskError("the daemon of the test did not start; its last words are above")
+                    yield url
+                    process.terminate()
+                    process.wait(_CALL_SECONDS)
+                finally:
+                    process.kill()
 
     def _put(self, store: KVStore, namespace: bytes, hashes: Sequence[bytes]) -> int:
         """Store a chain as a worker does: a copy into each slot. The last ticket."""

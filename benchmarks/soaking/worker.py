@@ -18,7 +18,7 @@ from benchmarks.soaking.requests import CALL_SECONDS, Clock, Orders, Requester, 
 from kvstore.errors import KVStoreError
 
 THREADS = 2
-THINK_SECONDS = 0.12  # between two requests of a thread, on average
+THINK_SECONDS = 0.06  # between two requests of a thread, on average
 
 
 class Gang:

@@ -324,8 +324,12 @@ def test_a_block_is_not_committed_before_its_bytes_came(fleet: Fleet, flags: Fla
         piece = pb.UploadRequest(
             lease=lease, worker=token, hash=doc.hashes[0], data=data, checksum=1, last=True
         )
+        gap = pb.UploadRequest(
+            lease=lease, worker=token, hash=doc.hashes[0], data=data, offset=1, checksum=1, last=True
+        )
         for attempt, code in (
             (lambda: stub.Commit(commit), grpc.StatusCode.FAILED_PRECONDITION),
+            (lambda: stub.Upload(iter([gap])), grpc.StatusCode.INVALID_ARGUMENT),
             (lambda: stub.Upload(iter([piece])), grpc.StatusCode.DATA_LOSS),
             (lambda: stub.Commit(commit), grpc.StatusCode.FAILED_PRECONDITION),
         ):
