@@ -98,9 +98,7 @@ def run(name: str, benchmark: Callable[[], None]) -> int:
 def require_vllm() -> None:
     """Raises ``BenchmarkError`` outside the engines' environment."""
     if find_spec("vllm") is None:
-        raise BenchmarkError(
-            "vllm is not here; use the engines' environment: make .venv-engines/.ready"
-        )
+        raise BenchmarkError("vllm is not here; use the engines' environment: make .venv-engines/.ready")
 
 
 @contextmanager

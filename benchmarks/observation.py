@@ -60,11 +60,11 @@ def each(calls: int, clock: Callable[[], float], call: Callable[[], object]) -> 
 
 def measure(blocks: int, rounds: int) -> list[Cost]:
     """Costs of Match and of a warm load of a document of so many blocks, medians over rounds."""
-    tally, record, joined = Tally(Worth(prefill_rate=5000.0)), RequestRecord(16 << 20), bytes(32 * blocks)
+    tally, record, asked = Tally(Worth(prefill_rate=5000.0)), RequestRecord(16 << 20), bytes(32 * blocks)
 
     def observe_match() -> None:
         tally.matched("default", Asked(1100, 0, 64), _MATCH)
-        record.note(1100, joined)
+        record.note(1100, asked)
         tally.answered("Match", "OK")
         tally.took("match", 0.0005)
 

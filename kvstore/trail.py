@@ -13,7 +13,7 @@ from kvstore.matching import Matcher, Prompt
 from kvstore.prefix_index import NONE, PrefixIndex, Walk, view
 from kvstore.units import UnitKind
 
-LOOK_BLOCKS = 64  # how far behind the last stored block of a prompt other prompts' units are looked for
+LOOK_BLOCKS = 32  # how far behind the last stored block of a prompt other prompts' units are looked for
 
 
 @dataclass(frozen=True, slots=True)

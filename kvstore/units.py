@@ -84,3 +84,18 @@ def plan_output(
         return ()
     inside = plan_input(end, interval=interval, block_tokens=block_tokens)
     return tuple(point for point in inside if point.tokens > prompt - prompt % block_tokens)
+
+
+def units_by_depth(points: Iterable[PersistPoint], whole: int, block: int) -> dict[int, UnitKind]:
+    """Depths in blocks at which a prompt leaves units, whose first ``whole`` tokens are stored.
+
+    In exact mode the last, partial chunk is not stored, so the prompt's end moves before it.
+    """
+    units: dict[int, UnitKind] = {}
+    for point in points:
+        at, kinds = point.tokens, point.kinds
+        if at > whole:
+            at, kinds = whole, kinds & UnitKind.REQUEST_END
+        if at and kinds:
+            units[at // block] = units.get(at // block, UnitKind.NONE) | kinds
+    return units

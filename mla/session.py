@@ -22,7 +22,7 @@ from kvstore.api import KVStore, Match, MissReason, Tier
 from kvstore.errors import InvalidArgument, InvalidTokens, NamespaceUnknown
 from kvstore.hashing import ROOT, Tokens, as_tokens, block_hashes
 from kvstore.namespace import DIGEST_BYTES, Namespace
-from kvstore.units import PersistPoint, UnitKind, plan_output
+from kvstore.units import UnitKind, plan_output, units_by_depth
 from mla.adapters.transformers import attach, cache_argument
 from mla.cache import LatentCache
 from mla.decoding import Decoding, plan_decoding
@@ -166,10 +166,10 @@ class Session:
         request = self._open(tokens)
         whole, match = request.stored_until, request.match
         if match.unit_blocks * self._block >= whole:
-            return Prefilled(len(tokens), 0, whole)
+            return self._prefilled(request, 0, whole)
         job = request.job
         if job is None:
-            return Prefilled(len(tokens), 0, 0)
+            return self._prefilled(request, 0, 0)
         request.usable = request.hashes[: whole // self._block]
         stored = min(match.stored_blocks * self._block, whole)
         request.match = replace(match, blocks=(stored - stored % self._align) // self._block)
@@ -182,7 +182,12 @@ class Session:
                 self._keep(request, cache, whole)
         finally:
             job.finish()
-        return Prefilled(len(tokens), whole - start, job.wait(timeout) * self._block)
+        return self._prefilled(request, whole - start, job.wait(timeout) * self._block)
+
+    def _prefilled(self, request: _Request, computed: int, stored: int) -> Prefilled:
+        done = 0 < stored == request.stored_until
+        unit = request.hashes[stored // self._block - 1] if done else None
+        return Prefilled(len(request.tokens), computed, stored, unit)
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until what was generated since the last call is on disk; False if some of it is not."""
@@ -209,7 +214,7 @@ class Session:
             self._follow(digest, match.epoch)
         whole = len(tokens) - len(tokens) % self._align
         usable = hashes[: (len(tokens) - 1) // self._align * self._align // self._block]
-        units = _units(match.persist_points, whole, self._block)
+        units = units_by_depth(match.persist_points, whole, self._block)
         request = _Request(tokens, hashes, usable, key, match, whole, units)
         if self._queue is not None and not self._closed:
             if match.reason is MissReason.UNAVAILABLE:
@@ -369,21 +374,6 @@ class Session:
             self._counters[f"{verb}_failed"] += 1
 
         return or_miss(verb, work, miss, failed)
-
-
-def _units(points: Sequence[PersistPoint], whole: int, block: int) -> dict[int, UnitKind]:
-    """Depths in blocks at which a prompt leaves units, whose first ``whole`` tokens are stored.
-
-    In exact mode the last, partial chunk is not stored, so the prompt's end moves before it.
-    """
-    units: dict[int, UnitKind] = {}
-    for point in points:
-        at, kinds = point.tokens, point.kinds
-        if at > whole:
-            at, kinds = whole, kinds & UnitKind.REQUEST_END
-        if at and kinds:
-            units[at // block] = units.get(at // block, UnitKind.NONE) | kinds
-    return units
 
 
 def _flat(input_ids: Tokens | Tensor) -> Tokens:

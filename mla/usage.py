@@ -23,11 +23,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Tokens of a prompt that was prefilled ahead: how many were computed, and how many are stored now."""
+    """Tokens of a prompt that was prefilled ahead: how many were computed, and how many are stored now.
+
+    ``unit`` is the hash of the last whole block, by which its unit is named; None without one.
+    """
 
     tokens: int
     computed_tokens: int
     stored_tokens: int
+    unit: bytes | None
 
 
 @dataclass(frozen=True, slots=True)

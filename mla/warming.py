@@ -36,6 +36,7 @@ class Warmed:
     stored_tokens: int
     nbytes: int  # that it takes in the store
     seconds: float
+    unit: str = ""  # name of its unit, if it has one
 
     @property
     def done(self) -> bool:
@@ -105,6 +106,7 @@ class Warmer:
                 made.stored_tokens,
                 made.stored_tokens * layout.token_bytes,
                 seconds,
+                made.unit.hex() if made.unit is not None else "",
             )
 
     def flush(self, timeout: float) -> bool:

@@ -82,11 +82,11 @@ class SelfTest:
         target = np.empty_like(self._block)
         target[:] = 0  # else its pages come with the copy
 
-        def copy() -> None:
+        def copies() -> None:
             for _ in range(self._blocks):
                 np.copyto(target, self._block)
 
-        return self._timed("memory, one copy", copy)
+        return self._timed("memory, one copy", copies)
 
     def _timed(self, step: str, work: Callable[[], object]) -> Measured:
         began = time.perf_counter()
@@ -149,21 +149,17 @@ class SelfTest:
                 "log-level": "error",
             }
             flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "server", "serve", *flags], stdout=subprocess.PIPE
-            )
-            try:
-                assert process.stdout is not None
-                if not process.stdout.readline():
-                    raise DiskError("the daemon of the test did not start; its last words are above")
-                yield url
-                process.terminate()
-                process.wait(_CALL_SECONDS)
-            finally:
-                process.kill()
-                process.wait()
-                if process.stdout is not None:
-                    process.stdout.close()
+            command = [sys.executable, "-m", "server", "serve", *flags]
+            with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+                try:
+                    assert process.stdout is not None
+                    if not process.stdout.readline():
+                        raise DiskError("the daemon of the test did not start; its last words are above")
+                    yield url
+                    process.terminate()
+                    process.wait(_CALL_SECONDS)
+                finally:
+                    process.kill()
 
     def _put(self, store: KVStore, namespace: bytes, hashes: Sequence[bytes]) -> int:
         """Store a chain as a worker does: a copy into each slot. The last ticket."""

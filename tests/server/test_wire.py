@@ -17,6 +17,7 @@ from kvstore.hashing import HASH_BYTES
 from kvstore.units import PersistPoint, UnitKind, UnitMark
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1 import kvstore_pb2_grpc
+from server.record import RequestRecord
 from server.service import KVStoreService, answered
 from server.tally import Tally
 
@@ -111,7 +112,7 @@ def test_what_is_out_of_bounds_is_refused_on_either_side() -> None:
     with pytest.raises(InvalidArgument, match="at most"):
         wire.hashes_of(bytes(32) * (wire.MAX_HASHES + 1))
     with pytest.raises(InvalidArgument, match="tokens=-1"):
-        wire.match_request(bytes(32), [], -1, align=64, store=False)
+        wire.match_request(bytes(32), [], -1, align=64, store=False, counted=0)
     with pytest.raises(InvalidArgument, match="5 bytes"):
         wire.worker_of(pb.Worker(token=b"short"))
     with pytest.raises(InvalidArgument, match="0x8"):
@@ -133,7 +134,9 @@ def test_an_unexpected_failure_is_internal_counted_logged_and_costs_one_call(
 
     async def call() -> grpc.aio.AioRpcError:
         server = grpc.aio.server()
-        kvstore_pb2_grpc.add_KVStoreServicer_to_server(BrokenService(None, None, tally), server)
+        kvstore_pb2_grpc.add_KVStoreServicer_to_server(
+            BrokenService(None, None, tally, RequestRecord(0)), server
+        )
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

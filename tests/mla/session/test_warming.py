@@ -145,6 +145,23 @@ def test_what_cannot_be_warmed_is_one_line(arguments: list[str], wrong: str, tmp
     assert ran.stderr.count("\n") == 1
 
 
+def test_documents_are_pinned_for_as_long_as_asked(
+    fleet: Fleet, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    daemon = fleet.daemon(*flags())
+    save_checkpoint("deepseek_v3", tmp_path / "model")
+    (tmp_path / "documents").mkdir()
+    for name, length in (("a.txt", 200), ("b.txt", 100), ("short.txt", 10)):
+        (tmp_path / "documents" / name).write_text("what is written here " * (length // 20))
+    where = (str(tmp_path / "documents"), "--listen", daemon.url)
+    made = warmed(*where, "--model", str(tmp_path / "model"), "--device", "cpu", "--pin-for", "2h")
+    assert (made.summary["pinned"], made.summary["failed"]) == (2, [])
+    with Operator(daemon.url) as operator:
+        pins = operator.pins(None)
+    assert {pin["unit"] for pin in pins} == {line["unit"] for line in made.lines if line["unit"]}
+    assert all(7190 < pin["expires"] - pin["created"] <= 7200 for pin in pins)
+
+
 def test_a_model_that_is_none_and_a_document_that_is_too_long_are_told(
     fleet: Fleet, flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
