@@ -155,10 +155,9 @@ class Examiners:
 
     def _collect(self) -> None:
         name, into, task = self._running.pop(0)
-        try:
-            wrong = task.result()
-        except BrokenProcessPool:
-            wrong = "whoever opened it died"
+        error = task.exception()  # a broken tree may show itself as any
+        wrong = repr(error) if error is not None else task.result()
+        if isinstance(error, BrokenProcessPool):  # who opened it has died
             self._pool.shutdown()
             self._pool = self._start()
         if wrong:
