@@ -141,7 +141,7 @@ DEFECTS = (
         "            await self._in(self._payloads, self._disk.free, batch.leaving.freed)\n",
         "            await self._in(self._payloads, self._disk.free, batch.leaving.freed)\n"
         "            await self._in(self._catalog, self._disk.forget, batch.leaving.freed)\n",
-        K + "test_pipeline.py tests/crash/test_power_loss.py",
+        K + "test_store_faults.py",
     ),
     Defect(
         "catalogue: two daemons may have one directory",

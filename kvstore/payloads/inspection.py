@@ -67,8 +67,9 @@ class LmdbInspector:
             return set()
         try:
             with self._env.begin(db=self._places) as txn, txn.cursor() as cursor:
-                keys = (KEY.unpack(key)[0] for key in cursor.iternext(keys=True, values=False))
-                return {key for key in keys if key}
+                keys = cursor.iternext(keys=True, values=False)
+                # In a broken tree anything may stand for a key.
+                return {KEY.unpack(key)[0] for key in keys if len(key) == KEY.size} - {0}
         except lmdb.Error as error:
             raise DiskError(f"payloads in {self._path} cannot be listed: {error}") from error
 

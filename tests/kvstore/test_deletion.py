@@ -95,7 +95,7 @@ def test_a_mark_that_was_deleted_alone_does_not_come_back_with_a_restart(tmp_pat
         assert store.status().units == 1
 
 
-@pytest.mark.parametrize("name", ["", "0", "zz", "0" * 64, "z" * 64])
+@pytest.mark.parametrize("name", ["", "0" * 16, "zz", "0" * 64, "z" * 64])
 def test_a_name_of_no_unit_is_refused(tmp_path, name):
     with open_store(tmp_path) as store:
         chain(Conversation(store), A)

@@ -409,6 +409,26 @@ async def test_a_mark_that_is_written_while_its_block_is_lost_is_not_given_to_an
     await store.close()
 
 
+@in_loop
+async def test_a_place_is_freed_once_the_catalogue_has_forgotten_it(tmp_path):
+    faults = faulty()
+    store, namespace = await opened(tmp_path, faults)
+    worker = store.connect(b"a" * 16, mapped=True)
+    hashes = await evicted(store, worker, namespace, blocks=1)
+    flip(tmp_path, content(hashes[0], SIZE), 0)
+    faults.free_gate.clear()
+    begun = faults.free_gate.arrived
+    stream = store.load(worker, namespace, hashes, 0)
+    assert await stream.next() == []
+    stream.close(returned=True)
+    await until(lambda: faults.free_gate.arrived > begun)
+    named = {block for chunk in store._disk.catalog.blocks() for block in chunk["hash"].tolist()}
+    faults.free_gate.set()
+    assert len(named) == 120
+    assert hashes[0] not in named
+    await store.close()
+
+
 # --- directories
 
 

@@ -24,6 +24,8 @@ from kvstore.layout import DType, LatentLayout
 from kvstore.namespace import Namespace
 from kvstore.units import UnitKind, UnitMark
 
+# A process whose coverage is measured must end by itself to tell what it ran.
+MEASURED = "COVERAGE_PROCESS_CONFIG" in os.environ
 ROOT_DIR = Path(__file__).parents[2]
 SMALL = LatentLayout(num_layers=2, latent_rank=32, rope_dim=16, dtype=DType.FP32)
 DEADLINE = 30.0  # seconds after which a test has failed; nothing is timed by it
@@ -94,7 +96,11 @@ class DaemonProcess:
 
     def close(self) -> None:
         if self.process.poll() is None:
-            self.kill()
+            if MEASURED:
+                self.process.send_signal(signal.SIGCONT)
+                self.term()
+            else:
+                self.kill()
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()

@@ -218,6 +218,21 @@ def test_a_daemon_that_hangs_before_the_arena_is_mapped_costs_one_deadline_too(
     assert circuit(client)[0] == 1
 
 
+def test_what_a_daemon_reserved_without_being_heard_comes_back_to_it(fleet: Fleet, flags: Flags) -> None:
+    """The client can't know which slots were meant for it, so it leaves its connection to the arena."""
+    daemon = start(fleet, "mapped", flags)
+    client = fleet.connect(daemon.url, timeout=0.5)
+    doc = document(client, 3)
+    doc.store(client)
+    daemon.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(DeadlineExceeded):
+        client.reserve(doc.namespace, ROOT, doc.hashes)
+    daemon.process.send_signal(signal.SIGCONT)
+    daemon.wait_for("event=worker_gone")
+    until(lambda: doc.load(client) == 3)
+    assert client.status().leases == 0
+
+
 def test_waiting_for_the_disk_in_vain_says_nothing_against_the_daemon(fleet: Fleet, flags: Flags) -> None:
     daemon = start(fleet, "mapped", flags)
     client = fleet.connect(daemon.url)
