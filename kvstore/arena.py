@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 
 from kvstore.errors import CapacityTooSmall, InvalidArgument
 from kvstore.extents import Extent, ExtentTable
-from kvstore.memory import allocate_shared, lock_in_memory
+from kvstore.memory import allocate_shared, lock_in_memory, require_available
 from kvstore.payloads.direct import PAGE_BYTES, Run
 from kvstore.slots import NO_OWNER, READABLE, Slot, SlotClass, SlotState, Taken
 
@@ -38,8 +38,8 @@ def _nobody(owner: int) -> bool:
 class Arena:
     """Shared memory of ``nbytes`` bytes (rounded down to 4 KiB), faulted in and sealed against resizing.
 
-    The memory comes with ``back``, before anything touches a slot. ``pinned`` says whether it is
-    locked in memory. Misuse of a slot, such as sealing one that is not FILLING, raises
+    The memory comes with ``back``, before anything touches a slot; ``ArenaUnavailable`` when there is
+    not so much of it. ``pinned`` says whether it is locked in memory. Misuse of a slot, such as sealing one that is not FILLING, raises
     ``InvalidArgument`` and changes nothing.
     """
 
@@ -49,6 +49,7 @@ class Arena:
         extent_pages = extent_bytes // PAGE_BYTES
         if self.nbytes <= 0 or extent_pages <= 0:
             raise CapacityTooSmall(f"arena of {nbytes} bytes: give it {PAGE_BYTES} host bytes or more")
+        require_available(self.nbytes)  # before tables are made that would take as long as they are large
         self.fd = -1
         self.pinned = False
         self.memory = memoryview(b"")  # all of it, writable

@@ -31,12 +31,7 @@ def allocate_shared(nbytes: int, numa_node: int | None = None) -> tuple[int, mma
     Raises ``ArenaUnavailable`` when the memory cannot be had, ``InvalidArgument`` for a NUMA node that
     the machine does not have; then nothing is kept.
     """
-    available = _available_bytes()
-    if nbytes > available:
-        # The kernel would not refuse, but kill a process of its choice half-way.
-        raise ArenaUnavailable(
-            f"host arena of {nbytes} bytes: only {available} bytes of memory are available"
-        )
+    require_available(nbytes)
     fd = -1
     try:
         fd = os.memfd_create("latentkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -56,6 +51,16 @@ def allocate_shared(nbytes: int, numa_node: int | None = None) -> tuple[int, mma
         raise ArenaUnavailable(
             f"host arena of {nbytes} bytes cannot be had ({error}); ask for fewer host bytes"
         ) from error
+
+
+def require_available(nbytes: int) -> None:
+    """Raises ``ArenaUnavailable`` when there is not so much memory to be had."""
+    available = _available_bytes()
+    if nbytes > available:
+        # The kernel would not refuse, but kill a process of its choice half-way.
+        raise ArenaUnavailable(
+            f"host arena of {nbytes} bytes: only {available} bytes of memory are available"
+        )
 
 
 def map_shared(fd: int, nbytes: int) -> mmap.mmap:
