@@ -38,9 +38,9 @@ def _nobody(owner: int) -> bool:
 class Arena:
     """Shared memory of ``nbytes`` bytes (rounded down to 4 KiB), faulted in and sealed against resizing.
 
-    The memory comes with ``back``, before anything touches a slot; ``ArenaUnavailable`` when there is
-    not so much of it. ``pinned`` says whether it is locked in memory. Misuse of a slot, such as sealing one that is not FILLING, raises
-    ``InvalidArgument`` and changes nothing.
+    The memory comes with ``back``, before anything touches a slot; ``ArenaUnavailable`` when there is not
+    so much of it. ``pinned`` says whether it is locked in memory. Misuse of a slot, such as sealing one
+    that is not FILLING, raises ``InvalidArgument`` and changes nothing.
     """
 
     def __init__(self, nbytes: int, extent_bytes: int = DEFAULT_EXTENT_BYTES, *, lead: int = 0) -> None:
