@@ -32,7 +32,7 @@ DOCUMENTS = 96  # more than the disk holds
 OWED = 12  # of those confirmed last; none of them can have been evicted, with a disk of over sixty
 WRITERS = 3
 DISK_BYTES = 16 * MIB
-ENDLESS_SECONDS = 60  # a tree that was torn may lead LMDB in a circle
+ENDLESS_SECONDS = 30  # a tree that was torn may lead LMDB in a circle
 
 
 @dataclass(frozen=True)
