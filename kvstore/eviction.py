@@ -53,12 +53,7 @@ class TailEvictor:
     def _leaves(self, among: Collection[int] | None) -> list[tuple[float, int]]:
         """All rows that may go, least recently used last."""
         index = self._index
-        rows = np.flatnonzero(
-            (view(index.state) == BlockState.PRESENT)
-            & (view(index.place) != NONE)
-            & (view(index.children) == 0)
-            & (view(index.holds) == 0)
-        )
+        rows = np.flatnonzero(index.leaves() & (view(index.place) != NONE))
         if among is not None:
             rows = rows[np.isin(view(index.namespace)[rows], list(among))]
         used = view(index.used)[rows]

@@ -67,10 +67,6 @@ class Expiry:
             self._writer.free(row, Departure.EXPIRED)
             yield row
 
-    def _leaf(self, row: int) -> bool:
-        index = self._index
-        return index.state[row] == BlockState.PRESENT and not index.children[row] and not index.holds[row]
-
     def _idle_tails(self, limit: float) -> Iterator[int]:
         """Leaves that were last used before ``limit``, and what is bared by their going.
 
@@ -78,14 +74,8 @@ class Expiry:
         so each is looked at when its turn comes.
         """
         index = self._index
-        leaves = np.flatnonzero(
-            (view(index.used) < limit)
-            & (view(index.state) == BlockState.PRESENT)
-            & (view(index.children) == 0)
-            & (view(index.holds) == 0)
-        )
-        for row in leaves.tolist():
-            while row != NONE and self._leaf(row) and index.used[row] < limit:
+        for row in np.flatnonzero(index.leaves() & (view(index.used) < limit)).tolist():
+            while row != NONE and index.is_leaf(row) and index.used[row] < limit:
                 above = index.stored_above(row)
                 yield row
                 row = above
@@ -99,7 +89,7 @@ class Expiry:
         then = view(index.created).copy()
         others = (view(column).copy() for column in (index.parent, index.state, index.depth))
         rows = await asyncio.to_thread(_aged_rows, limit, then, *others)
-        return (row for row in rows if self._leaf(row) and index.created[row] == then[row])
+        return (row for row in rows if index.is_leaf(row) and index.created[row] == then[row])
 
 
 def _aged_rows(

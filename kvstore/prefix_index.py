@@ -271,6 +271,16 @@ class PrefixIndex:
         """How many of these rows have a slot."""
         return int(np.count_nonzero(view(self.slot)[np.asarray(rows, np.int64)] != NONE))
 
+    def leaves(self) -> NDArray[np.bool_]:
+        """[rows]: PRESENT, and neither held nor stood on. So those that may leave first."""
+        leaves: NDArray[np.bool_] = view(self.state) == BlockState.PRESENT
+        leaves &= (view(self.children) == 0) & (view(self.holds) == 0)
+        return leaves
+
+    def is_leaf(self, row: int) -> bool:
+        """``leaves`` for one row."""
+        return self.state[row] == BlockState.PRESENT and not self.children[row] and not self.holds[row]
+
     def forks(self, row: int) -> bool:
         """Whether chains part behind this row, and no unit ends there yet."""
         return self.state[row] == BlockState.PRESENT and self.children[row] > 1 and not self.kinds[row]

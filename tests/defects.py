@@ -44,8 +44,8 @@ DEFECTS = (
     Defect(
         "arena: a held CLEAN slot may be evicted",
         "kvstore/arena.py",
-        "if found.holders == 0 and found.state is SlotState.CLEAN:",
-        "if found.state is SlotState.CLEAN:",
+        "if found.holders == 0 and found.state in (SlotState.CLEAN, SlotState.LOOSE):",
+        "if found.state in (SlotState.CLEAN, SlotState.LOOSE):",
         K + "test_arena.py",
     ),
     Defect(
@@ -210,16 +210,16 @@ DEFECTS = (
     ),
     Defect(
         "index: a block that others stand on leaves",
-        "kvstore/eviction.py",
-        "            & (view(index.children) == 0)\n",
-        "",
+        "kvstore/prefix_index.py",
+        "(view(self.children) == 0) & (view(self.holds) == 0)\n",
+        "view(self.holds) == 0\n",
         K + "test_eviction.py",
     ),
     Defect(
         "index: a block that a lease keeps leaves",
-        "kvstore/eviction.py",
-        "            & (view(index.holds) == 0)\n",
-        "",
+        "kvstore/prefix_index.py",
+        "(view(self.children) == 0) & (view(self.holds) == 0)\n",
+        "view(self.children) == 0\n",
         K + "test_eviction.py",
     ),
     Defect(
