@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from kvstore.arena import Arena
 from kvstore.ghosts import GhostList
+from kvstore.host import HostTier
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex
 from kvstore.settings import Admit
 from kvstore.slots import SlotState
@@ -24,6 +25,7 @@ class Admission:
         self,
         index: PrefixIndex,
         arena: Arena,
+        host: HostTier,
         ghosts: GhostList,
         writer: Writer,
         counters: Counter[str],
@@ -31,6 +33,7 @@ class Admission:
     ) -> None:
         self._index = index
         self._arena = arena
+        self._host = host
         self._ghosts = ghosts
         self._writer = writer
         self._counters = counters
@@ -40,17 +43,13 @@ class Admission:
         """A worker has sealed a block: write it, or keep it in memory only."""
         block = self._index.hashes[row]
         above = self._index.parent[row]
-        if (self._second and not self._ghosts.seen_before(block)) or self.loose(above):
+        if (self._second and not self._ghosts.seen_before(block)) or self._host.is_loose(above):
             self._ghosts.note(block)
             self._arena.loosen(self._index.slot[row])
             self._counters["unadmitted_blocks"] += 1
         else:
             self._ghosts.forget(block)
             self._writer.block(row)
-
-    def loose(self, row: int) -> bool:
-        """Whether a block is in memory only, and to stay so."""
-        return row != NONE and self._arena.state(self._index.slot[row]) is SlotState.LOOSE
 
     def seen(self, rows: Sequence[int]) -> None:
         """Somebody else has come to these blocks, of one chain: what of them is loose goes to disk."""
@@ -61,7 +60,7 @@ class Admission:
 
     def _admit(self, row: int) -> None:
         index, chain = self._index, []
-        while self.loose(row):
+        while self._host.is_loose(row):
             chain.append(row)
             row = index.parent[row]
         # A block must not be in the catalogue before its parent.
@@ -75,5 +74,5 @@ class Admission:
     def settle(self, rows: Sequence[int]) -> None:
         """A commit was given its ticket: of these blocks those that are loose are not durable."""
         for row in rows:
-            if self.loose(row):
+            if self._host.is_loose(row):
                 self._writer.settle_lost(row)

@@ -20,6 +20,7 @@ from kvstore.ghosts import Setback
 from kvstore.hashing import ROOT
 from kvstore.payloads import Place
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex
+from kvstore.slots import SlotState
 from kvstore.spaces import SpaceTable
 
 log = logging.getLogger(__name__)
@@ -280,6 +281,10 @@ class HostTier:
         if slot != NONE and self._index.state[row] == BlockState.PRESENT:
             self._index.slot[row] = NONE
             self._arena.disown(slot)
+
+    def is_loose(self, row: int) -> bool:
+        """Whether a block is in memory only, and not meant for the disk; not if ``row`` is NONE."""
+        return row != NONE and self._arena.state(self._index.slot[row]) is SlotState.LOOSE
 
     def reading(self) -> int:
         """Reads in flight or waiting for a slot."""

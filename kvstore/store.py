@@ -67,7 +67,7 @@ class Store:
         self._host.on_setback = self._note_setback
         self._host.on_corrupt = self._writer.corrupt
         self._admission = Admission(
-            self._index, arena, self._ghosts, self._writer, self.counters, settings.admit
+            self._index, arena, self._host, self._ghosts, self._writer, self.counters, settings.admit
         )
         self._reserver = Reserver(
             self._index,
@@ -175,11 +175,9 @@ class Store:
         self._accepting()
         space = self._spaces.get(namespace)
         prompt = checked_prompt(space.id, hashes, tokens, space.layout.block_tokens, align)
-        walk = self._walk(prompt.namespace, hashes)
+        walk = self._walk(space.id, hashes)
         common = self._matcher.common_prefix(prompt, walk)
-        match = replace(
-            self._matcher.match(prompt, walk, common), epoch=self._spaces.epochs.of(prompt.namespace)
-        )
+        match = replace(self._matcher.match(prompt, walk, common), epoch=self._spaces.epochs.of(space.id))
         if store:
             if common == len(walk.rows) > 0:
                 self._reserver.mark(walk.rows[-1], UnitKind.COMMON_PREFIX)

@@ -235,8 +235,10 @@ class Writer:
     def _begin(self) -> bool:
         """Send the next batch on its way; False if that has to wait for those under way."""
         rows = self._within_quota(self._take_batch())
-        need = self._pipeline.nbytes + self.room.need(rows)
-        if rows and not self.room.make(self._space(next(iter(rows))).block_bytes, need):
+        need = self.room.need(rows)
+        if rows and not self.room.make(
+            self._space(next(iter(rows))).block_bytes, self._pipeline.nbytes + need
+        ):
             self._release(rows, again=True)
             self._dirty.extendleft(reversed(rows))
             if not self._pipeline.batches:
@@ -247,7 +249,7 @@ class Writer:
             return False
         layout = self._space(next(iter(rows))).layout if rows else None
         blocks = [self._host.new_block(row, slot) for row, slot in rows.items()]
-        batch = Batch(rows, layout, blocks, self.room.need(rows), self._leaving.take())
+        batch = Batch(rows, layout, blocks, need, self._leaving.take())
         self._pipeline.enter(batch)
         carrier = asyncio.create_task(self._carry(batch))
         self._carriers.add(carrier)
@@ -258,8 +260,7 @@ class Writer:
         """Those of a batch's rows for which their tenants have room. The rest stay in memory only."""
         beyond = set(self.room.beyond_quota(rows, self._pipeline.carried()))
         for row in rows:
-            above = self._index.parent[row]
-            if row in beyond or (above != NONE and self._slot_state(above) is SlotState.LOOSE):
+            if row in beyond or self._host.is_loose(self._index.parent[row]):
                 self._decline(row, rows[row])
         return {row: slot for row, slot in rows.items() if self._arena.state(slot) is SlotState.DIRTY}
 
@@ -341,10 +342,7 @@ class Writer:
 
     def _is_dirty(self, row: int) -> bool:
         present = self._index.state[row] == BlockState.PRESENT
-        return present and self._slot_state(row) is SlotState.DIRTY
-
-    def _slot_state(self, row: int) -> SlotState:
-        return self._arena.state(self._index.slot[row])
+        return present and self._arena.state(self._index.slot[row]) is SlotState.DIRTY
 
     def _take_batch(self) -> dict[int, int]:
         """The next dirty blocks of one layout, in order of commit: row -> slot, both held."""
