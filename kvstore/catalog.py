@@ -272,13 +272,14 @@ class Catalog:
 
         Raises ``DiskError``. Commit nothing while iterating.
         """
-        for key, value in self._scan(self._notes):
-            if key.startswith(prefix):
-                try:
-                    yield key[len(prefix) :], _unseal(key, value)
-                except ValueError:
-                    self.skipped += 1
-                    yield key[len(prefix) :], None
+        for key, value in self._scan(self._notes, behind=prefix):
+            if not key.startswith(prefix):
+                return
+            try:
+                yield key[len(prefix) :], _unseal(key, value)
+            except ValueError:
+                self.skipped += 1
+                yield key[len(prefix) :], None
 
     def blocks(self) -> Iterator[NDArray[np.void]]:
         """All blocks as arrays of ``BLOCK_DTYPE``, some thousands each, by rising hash.
@@ -299,11 +300,10 @@ class Catalog:
             self.skipped += len(pairs) - len(records)
             yield records
 
-    def _scan(self, db: Any) -> Iterator[tuple[bytes, bytes]]:
-        return chain.from_iterable(self._chunks(db))
+    def _scan(self, db: Any, behind: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        return chain.from_iterable(self._chunks(db, behind))
 
-    def _chunks(self, db: Any) -> Iterator[list[tuple[bytes, bytes]]]:
-        last = b""
+    def _chunks(self, db: Any, last: bytes = b"") -> Iterator[list[tuple[bytes, bytes]]]:
         while pairs := self._pairs_behind(db, last):
             yield pairs
             last = pairs[-1][0]

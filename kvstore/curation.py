@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -55,19 +55,16 @@ class Curator:
         """The first units in an order, largest or latest first; of one tenant if it is named."""
         index, spaces = self._index, self._spaces
 
-        def key(row: int) -> float:
-            use = index.units[row]
-            return {
-                "used": use.used,
-                "created": use.created,
-                "tokens": float(index.depth[row]),
-                "hits": float(use.hits),
-            }[order]
-
+        keys: dict[UnitOrder, Callable[[int], float]] = {
+            "used": lambda row: index.units[row].used,
+            "created": lambda row: index.units[row].created,
+            "tokens": lambda row: index.depth[row],
+            "hits": lambda row: index.units[row].hits,
+        }
         rows = (
             row for row in index.units if tenant in (None, spaces.of(index.namespace[row]).namespace.tenant)
         )
-        return [unit_survey(index, spaces, row) for row in heapq.nlargest(limit, rows, key)]
+        return [unit_survey(index, spaces, row) for row in heapq.nlargest(limit, rows, keys[order])]
 
     async def unit(self, name: str) -> UnitSurvey:
         """One unit. Raises ``UnitUnknown``."""

@@ -60,13 +60,10 @@ class Epochs:
                 # Of a damaged one no more is known than that it must differ from what workers remember.
                 epoch = _NUMBER.unpack(body)[0] if body is not None else int(time.time())
                 self._epochs[_ID.unpack(key)[0]] = epoch
-        notes = [_ERASING + key for key, _ in catalog.notes(_ERASING)]
-        if notes:
-            numbers = [
-                _ID.unpack(note[len(_ERASING) :])[0] for note in notes if len(note) == len(_ERASING) + 4
-            ]
-            _erase(catalog, numbers)
-            catalog.commit(drop_notes=notes)
+        erasing = [key for key, _ in catalog.notes(_ERASING)]
+        if erasing:
+            _erase(catalog, [_ID.unpack(key)[0] for key in erasing if len(key) == _ID.size])
+            catalog.commit(drop_notes=[_ERASING + key for key in erasing])
 
 
 def erasing_note(number: int) -> bytes:
