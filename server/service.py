@@ -110,9 +110,8 @@ class KVStoreService:
         )
         asked = Asked(request.tokens, request.counted, space.layout.block_tokens)
         self.tally.matched(space.namespace.tenant, asked, match)
-        if (
-            not request.counted and space.layout.block_tokens == BLOCK_TOKENS
-        ):  # a trace has blocks of one size
+        # A trace has blocks of one size, and a request once.
+        if not request.counted and space.layout.block_tokens == BLOCK_TOKENS:
             self._record.note(request.tokens, request.hashes)
         return wire.match_response(match)
 

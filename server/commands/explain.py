@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from kvstore.errors import Unavailable
 from kvstore.layout import BLOCK_TOKENS
 from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import AWAY, one_line
+from server.commands.status import moment
 from server.explaining.comparison import Comparison, Side, compare
 from server.explaining.explanation import Elsewhere, Explanation, choose, explain, unavailable
 from server.explaining.prompts import BYTES, open_tokenizer, read_prompt
@@ -112,7 +112,7 @@ def _show(found: Explanation, console: Console) -> None:
         )
         _show_place(found.stops_at.before, found.stops_at.after, console)
     if found.gone is not None:
-        console.print(f"It was {FATES[found.gone['why']]} on {_date(found.gone['at'])}.", highlight=False)
+        console.print(f"It was {FATES[found.gone['why']]} on {moment(found.gone['at'])}.", highlight=False)
     _show_units(found, console)
     if found.elsewhere:
         console.print(_elsewhere(found.elsewhere))
@@ -177,7 +177,3 @@ def _flat(text: str) -> str:
 
 def _of(part: int, whole: int) -> str:
     return f"{part:,} tokens ({part / whole:.1%})"
-
-
-def _date(at: float) -> str:
-    return time.strftime("%F %T", time.localtime(at))

@@ -149,7 +149,7 @@ def _faults(report: Report) -> Table | None:
         return None
     table = Table("fault", "when", "details", box=None)
     for each in report["faults"][:5]:
-        table.add_row(each["event"], time.strftime("%F %T", time.localtime(each["at"])), each["details"])
+        table.add_row(each["event"], moment(each["at"]), each["details"])
     return table
 
 
@@ -173,3 +173,8 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {name}"
     return f"{seconds:.0f} s"
+
+
+def moment(at: float) -> str:
+    """Unix seconds for people, in local time."""
+    return time.strftime("%F %T", time.localtime(at))

@@ -15,7 +15,7 @@ from rich.table import Table
 from kvstore.errors import InvalidArgument
 from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import NO, one_line
-from server.commands.status import duration, size
+from server.commands.status import duration, moment, size
 
 app = typer.Typer(help="The units that a daemon holds.", no_args_is_help=True)
 
@@ -81,9 +81,9 @@ def show_unit(unit: Unit, listen: Url = None, data: Data = None, as_json: AsJson
     shown = found | {
         "kinds": ", ".join(found["kinds"]),
         "nbytes": size(found["nbytes"]),
-        "created": f"{_at(found['created'])} ({_ago(found['created'])})",
-        "used": f"{_at(found['used'])} ({_ago(found['used'])})",
-        "pins": ", ".join(f"{pin['handle']} until {_at(pin['expires'])}" for pin in found["pins"]),
+        "created": f"{moment(found['created'])} ({_ago(found['created'])})",
+        "used": f"{moment(found['used'])} ({_ago(found['used'])})",
+        "pins": ", ".join(f"{pin['handle']} until {moment(pin['expires'])}" for pin in found["pins"]),
     }
     table = Table("", "", box=None, show_header=False)
     for name, value in shown.items():
@@ -108,7 +108,7 @@ def pin_unit(
     if as_json:
         print(json.dumps(pin))
     else:
-        print(f"{pin['handle']} keeps unit {pin['unit'][:_NAME]} until {_at(pin['expires'])}")
+        print(f"{pin['handle']} keeps unit {pin['unit'][:_NAME]} until {moment(pin['expires'])}")
 
 
 @app.command("unpin")
@@ -172,7 +172,7 @@ def _units(found: list[dict[str, Any]]) -> Table:
             size(each["nbytes"]),
             f"{each['hits']:,}",
             _ago(each["used"]),
-            _at(until) if until else "",
+            moment(until) if until else "",
         )
     return table
 
@@ -180,12 +180,8 @@ def _units(found: list[dict[str, Any]]) -> Table:
 def _pins(found: list[dict[str, Any]]) -> Table:
     table = Table("handle", "unit", "made", "until", box=None)
     for each in found:
-        table.add_row(each["handle"], each["unit"][:_NAME], _at(each["created"]), _at(each["expires"]))
+        table.add_row(each["handle"], each["unit"][:_NAME], moment(each["created"]), moment(each["expires"]))
     return table
-
-
-def _at(seconds: float) -> str:
-    return time.strftime("%F %T", time.localtime(seconds))
 
 
 def _ago(seconds: float) -> str:

@@ -44,7 +44,7 @@ REASONS: Mapping[str, Reason] = {
     ),
     "expired": Reason(
         "the next block was stored, and its time to live is over",
-        "Raise the time to live of its namespace, or pin the unit.",
+        "Raise ttl_seconds or max_age_seconds, or pin the unit.",
     ),
     "deleted": Reason("the next block was stored, and an operator deleted it", "Nothing is to be done."),
     "lost": Reason(
