@@ -305,6 +305,11 @@ class Catalog:
 
     def _chunks(self, db: Any, last: bytes = b"") -> Iterator[list[tuple[bytes, bytes]]]:
         while pairs := self._pairs_behind(db, last):
+            if pairs[-1][0] <= last:  # or a torn tree would lead round and round
+                raise DiskError(
+                    f"catalogue of {self._path} is damaged, for its keys do not rise;"
+                    f" remove {self._path.parent} to start empty"
+                )
             yield pairs
             last = pairs[-1][0]
 

@@ -243,9 +243,12 @@ class LmdbPayloads:
 
     def keys(self) -> NDArray[np.int64]:
         """Every stored key in rising order, without touching a payload's pages. Raises ``DiskError``."""
-        chunks = [np.empty(0, np.int64)]
-        while len(chunk := self._keys_behind(int(chunks[-1][-1]) if len(chunks) > 1 else 0)):
+        chunks, last = [np.empty(0, np.int64)], 0
+        while len(chunk := self._keys_behind(last)):
+            if chunk[-1] <= last:  # or a torn tree would lead round and round
+                raise DiskError(f"payloads in {self._path} are damaged: their keys do not rise; remove it")
             chunks.append(chunk)
+            last = int(chunk[-1])
         return np.concatenate(chunks)
 
     def _keys_behind(self, last: int) -> NDArray[np.int64]:

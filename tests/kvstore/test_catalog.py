@@ -1,7 +1,7 @@
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import lmdb
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvstore import catalog as catalog_module
 from kvstore.catalog import BlockRecord, Catalog, UnitRecord
 from kvstore.directory import lock_directory
-from kvstore.errors import DataDirError, DataDirInUse, FormatMismatch
+from kvstore.errors import DataDirError, DataDirInUse, DiskError, FormatMismatch
 
 MAP = 1 << 20
 
@@ -244,6 +244,22 @@ def test_a_catalogue_that_was_never_finished_is_made_anew_unless_there_are_paylo
     (tmp_path / "payloads").mkdir()
     with pytest.raises(DataDirError, match="not an LMDB file"):
         reopened(tmp_path)
+
+
+def test_a_tree_that_leads_back_to_where_it_was_is_refused(tmp_path):
+    """As a power loss may leave it where syncs are not kept: the walk over it must end."""
+    blocks = by_hash(block(seed) for seed in range(100))
+    with closing(reopened(tmp_path)) as catalog:
+        catalog.commit(blocks=blocks)
+    file = tmp_path / "catalog" / "data.mdb"
+    content = bytearray(file.read_bytes())
+    first, last = (
+        content.index(record.hash + record.pack()) // 4096 * 4096 for record in (blocks[0], blocks[-1])
+    )
+    content[last + 8 : last + 4096] = content[first + 8 : first + 4096]  # behind the page's number
+    file.write_bytes(content)
+    with closing(reopened(tmp_path)) as catalog, pytest.raises(DiskError, match="do not rise"):
+        records(catalog)
 
 
 def test_a_catalogue_truncated_while_open_kills_nobody(tmp_path, victim):

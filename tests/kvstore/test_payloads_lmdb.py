@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from kvstore.errors import CorruptBlock, DiskError, InvalidArgument
 from kvstore.payloads import Place
 from kvstore.payloads.direct import PAGE_BYTES, Run
-from kvstore.payloads.lmdb import LmdbPayloads
+from kvstore.payloads.lmdb import KEY, LmdbPayloads
 from kvstore.testing.payload_conformance import body
 
 MAP = 16 << 20
@@ -160,7 +161,7 @@ def test_listing_keys_touches_no_payload(tmp_path):
     code = f"""
 import re, sys
 from pathlib import Path
-from kvstore.payloads.lmdb import LmdbPayloads
+from kvstore.payloads.lmdb import KEY, LmdbPayloads
 path = Path({str(tmp_path / "p")!r})
 store = LmdbPayloads(path, {MAP})
 assert len(list(store.keys())) == {len(places)}
@@ -223,3 +224,24 @@ def test_pages_overwritten_at_rest_give_misses_or_wrong_bytes_but_no_other_error
     assert not set(keys_of(fresh)) & set(keys_of(places))
     assert [read(store, place) for place in fresh] == [body(7, SIZE), body(8, SIZE)]
     store.close()
+
+
+def test_a_list_of_keys_that_leads_back_to_where_it_was_is_refused(tmp_path):
+    store = LmdbPayloads(tmp_path / "p", MAP)
+    keys = keys_of(write(store, *range(600), nbytes=16))
+    store.close()
+    file = tmp_path / "p" / "data.mdb"
+    content = bytearray(file.read_bytes())
+    first, last = (page_of_two_keys(content, key) for key in (keys[0], keys[-2]))
+    content[last + 8 : last + PAGE_BYTES] = content[first + 8 : first + PAGE_BYTES]  # behind its number
+    file.write_bytes(content)
+    store = LmdbPayloads(tmp_path / "p", MAP)
+    with pytest.raises(DiskError, match="do not rise"):
+        store.keys()
+    store.close()
+
+
+def page_of_two_keys(content, key):
+    """The page on which a key and the next one have nothing but a header between them."""
+    pattern = re.escape(KEY.pack(key + 1)) + b".{8}" + re.escape(KEY.pack(key))
+    return re.search(pattern, content, re.DOTALL).start() // PAGE_BYTES * PAGE_BYTES
