@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import active_children, get_context
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,6 @@ DOCUMENTS = 96  # more than the disk holds
 OWED = 12  # of those confirmed last; none of them can have been evicted, with a disk of over sixty
 WRITERS = 3
 DISK_BYTES = 16 * MIB
-ENDLESS_SECONDS = 30  # a tree that was torn may lead LMDB in a circle
 
 
 @dataclass(frozen=True)
@@ -156,13 +155,9 @@ class Examiners:
 
     def _collect(self) -> None:
         name, into, task = self._running.pop(0)
-        error = _failure(task)  # a broken tree may show itself as any
+        error = task.exception()  # a broken tree may show itself as any
         wrong = repr(error) if error is not None else task.result()
-        if isinstance(
-            error, BrokenProcessPool | TimeoutError
-        ):  # who opened it has died, or goes round and round
-            for process in active_children():
-                process.kill()
+        if isinstance(error, BrokenProcessPool):  # who opened it has died
             self._pool.shutdown()
             self._pool = self._start()
         if wrong:
@@ -174,13 +169,6 @@ class Examiners:
             self._collect()
         self._pool.shutdown()
         self._place.cleanup()
-
-
-def _failure(task: Future[str]) -> BaseException | None:
-    try:
-        return task.exception(ENDLESS_SECONDS)
-    except TimeoutError as endless:
-        return endless
 
 
 @pytest.fixture
