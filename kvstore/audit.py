@@ -10,7 +10,8 @@ from kvstore.leases import LeaseTable
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex
 from kvstore.slots import SlotState
 
-_SLOT_STATES = {
+_SLOT_STATES: dict[BlockState, set[SlotState]] = {
+    BlockState.ABSENT: set(),
     BlockState.FILLING: {SlotState.FILLING},
     BlockState.PRESENT: {SlotState.DIRTY, SlotState.CLEAN, SlotState.LOOSE},
 }

@@ -1,7 +1,8 @@
 """A whole data directory verified while nobody serves it: ``latentkv check``.
 
 Reads every record of the catalogue and every payload that it names, and changes nothing of
-them. A repair drops what can't be proven right and what stands on it, and nothing else.
+them. A repair drops what can't be proven right, and nothing else: what stood on it is cut off
+until that is stored again, as when a running store loses a block.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ Progress = Callable[[int, int], None]
 class Report:
     """What a check found.
 
-    ``unnamed`` payloads are no fault: a killed daemon leaves some, and a start frees them.
+    ``unnamed`` payloads are no fault: a killed daemon leaves some, and a start frees them. Nor are blocks
+    that are ``cut_off``, sound but behind one that is not: they take room until eviction comes to them,
+    or that one is stored again and heals the chain.
     """
 
     path: Path
@@ -50,6 +53,7 @@ class Report:
     units: int = 0
     payload_bytes: int = 0
     unnamed: int = 0
+    cut_off: int = 0
     faults: list[Fault] = field(default_factory=list)
     dropped_blocks: int = 0
     dropped_units: int = 0
@@ -110,6 +114,7 @@ class _Checkup:
         for size in sorted(self._sizes_on_disk() | set(self._by_size)):
             with closing(inspect(report.payloads, self._directory(size), size)) as inspector:
                 self._check_size(size, inspector)
+        report.cut_off = records.cut_off(self._good())
         self._progress(report.payload_bytes, report.payload_bytes)
 
     def _directory(self, size: int) -> Path:
@@ -174,18 +179,12 @@ class _Checkup:
 
     def repair(self) -> None:
         """Drop all that can't be proven right: records first, then the payloads that none names."""
-        records, report = self._records, self.report
-        good = {
-            block.hash
-            for block in records.blocks.values()
-            if block.namespace in records.layouts and block.hash not in self._bad
-        }
-        stand = records.standing(good)
-        blocks = [block for block in records.blocks if block not in stand]
+        records, report, good = self._records, self.report, self._good()
+        blocks = [block for block in records.blocks if block not in good]
         units = [
             unit.hash
             for unit in records.units
-            if unit.hash not in stand or not records.fits(unit, stand[unit.hash])
+            if unit.hash not in good or not records.fits(unit, records.blocks[unit.hash])
         ]
         for start in range(0, max(len(blocks), len(units)), _DROPPED_A_TXN):
             part = slice(start, start + _DROPPED_A_TXN)
@@ -194,7 +193,16 @@ class _Checkup:
         report.dropped_blocks = len(blocks) + len(records.damaged.blocks)
         report.dropped_units = len(units) + len(records.damaged.units)
         for size in self._sizes_on_disk():
-            self._free(size, [block for block in self._by_size[size] if block.hash in stand])
+            self._free(size, [block for block in self._by_size[size] if block.hash in good])
+
+    def _good(self) -> set[bytes]:
+        """Blocks that are what their records say, by all that was checked so far."""
+        records = self._records
+        return {
+            block.hash
+            for block in records.blocks.values()
+            if block.namespace in records.layouts and records.placed(block) and block.hash not in self._bad
+        }
 
     def _free(self, size: int, named: Sequence[BlockRecord]) -> None:
         directory = self._directory(size)

@@ -1,4 +1,4 @@
-"""The catalogue's records, and which of them can't be right: damaged, without parent, without block."""
+"""The catalogue's records, and which of them can't be right: damaged, misplaced, without block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FaultKind(StrEnum):
 
     RECORD_DAMAGED = "record_damaged"  # a record does not verify
     NAMESPACE_UNKNOWN = "namespace_unknown"  # of a record
-    PARENT_MISSING = "parent_missing"  # no hit can reach the block
+    BLOCK_MISPLACED = "block_misplaced"  # its record contradicts its parent's
     UNIT_WITHOUT_BLOCK = "unit_without_block"
     UNIT_MISPLACED = "unit_misplaced"  # its record contradicts its block's
     PLACE_SHARED = "place_shared"  # two records name one payload
@@ -100,16 +100,18 @@ class Records:
         if block.namespace not in self.layouts:
             detail = f"the block names namespace {block.namespace}, which is not there"
             yield Fault(FaultKind.NAMESPACE_UNKNOWN, block.hash.hex(), detail)
-        if not self.hangs_on(block, self.blocks):
-            detail = f"block {block.depth} of its chain has no parent {block.parent.hex()}"
-            yield Fault(FaultKind.PARENT_MISSING, block.hash.hex(), detail)
+        elif not self.placed(block):
+            detail = f"it can't be block {block.depth} of its chain behind {block.parent.hex()}"
+            yield Fault(FaultKind.BLOCK_MISPLACED, block.hash.hex(), detail)
 
-    def hangs_on(self, block: BlockRecord, among: dict[bytes, BlockRecord]) -> bool:
-        """Whether the block is a first one, or stands right behind its parent among these."""
+    def placed(self, block: BlockRecord) -> bool:
+        """Whether a block stands where its parent's record says, as far as there is one to be believed."""
         if block.parent == ROOT:
             return block.depth == 1
-        parent = among.get(block.parent)
-        return parent is not None and (parent.namespace, parent.depth + 1) == (block.namespace, block.depth)
+        parent = self.blocks.get(block.parent)
+        if parent is None or parent.namespace not in self.layouts:
+            return True
+        return (parent.namespace, parent.depth + 1) == (block.namespace, block.depth)
 
     def _unit_faults(self, unit: UnitRecord) -> Iterator[Fault]:
         block = self.blocks.get(unit.hash)
@@ -127,13 +129,13 @@ class Records:
         tokens = block.depth * layout.block_tokens if layout else unit.tokens
         return (unit.namespace, unit.tokens) == (block.namespace, tokens)
 
-    def standing(self, good: set[bytes]) -> dict[bytes, BlockRecord]:
-        """The blocks among these whose whole chain is among them."""
-        stand: dict[bytes, BlockRecord] = {}
+    def cut_off(self, among: set[bytes]) -> int:
+        """How many of these well placed blocks no hit reaches, for one before them is not among these."""
+        reached = {ROOT}
         for block in sorted(self.blocks.values(), key=lambda block: block.depth):
-            if block.hash in good and self.hangs_on(block, stand):
-                stand[block.hash] = block
-        return stand
+            if block.hash in among and block.parent in reached:
+                reached.add(block.hash)
+        return len(among) - len(reached - {ROOT})
 
 
 def _layout(text: str) -> LatentLayout | None:

@@ -61,6 +61,13 @@ def _show(report: Report, console: Console) -> None:
         soft_wrap=True,
         highlight=False,
     )
+    if report.cut_off:
+        console.print(
+            f"{report.cut_off} blocks are cut off, for one before them is missing: no fault, and storing it"
+            " heals them",
+            soft_wrap=True,
+            highlight=False,
+        )
     if report.sound:
         console.print("sound")
         return

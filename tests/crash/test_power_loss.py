@@ -109,9 +109,10 @@ def what_is_wrong(data: Path, kind: str, owed: Sequence[int]) -> str:
     try:
         if (data / "catalog" / "data.mdb").is_file():
             # A payload file that was still being made is one that no block is in.
-            faults = [fault for fault in check(data).faults if fault.kind is not FaultKind.FILE_DAMAGED]
-            if faults:
-                return f"check: {faults[:3]}"
+            report = check(data)
+            faults = [fault for fault in report.faults if fault.kind is not FaultKind.FILE_DAMAGED]
+            if faults or report.cut_off:
+                return f"check: {faults[:3]}, {report.cut_off} cut off"
         settings = StoreSettings(data, host_bytes=MIB, disk_bytes=DISK_BYTES, payloads=kind, readers=2)
         with Embedded(settings) as store:
             namespace = store.open_namespace(Namespace(LAYOUT))

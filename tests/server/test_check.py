@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvstore.api import ReserveState
 from kvstore.catalog import BlockRecord, Catalog
 from kvstore.checking import check
 from kvstore.embedded import Embedded
@@ -20,7 +21,6 @@ from kvstore.hashing import ROOT, block_hashes
 from kvstore.namespace import Namespace
 from kvstore.payloads.direct import Run
 from kvstore.payloads.kinds import OPEN
-from kvstore.records import FaultKind
 from kvstore.settings import MIB, PayloadKind, StoreSettings
 from kvstore.testing.chains import OTHER, SMALL, content, load_chain, store_chain, tokens
 from server.cli import app
@@ -105,10 +105,6 @@ def delete_directory(made: Made) -> None:
     shutil.rmtree(made.path / "payloads" / str(SIZE))
 
 
-def lose_parent(made: Made) -> None:
-    made.commit(drop_blocks=[made.hashes[9]])
-
-
 def lose_last_block(made: Made) -> None:
     made.commit(drop_blocks=[made.hashes[-1]])
 
@@ -122,6 +118,14 @@ def misplace_unit(made: Made) -> None:
 
 def lose_namespace(made: Made) -> None:
     made.commit(blocks=[replace(made.record(made.hashes[-1]), namespace=99)])
+
+
+def lose_middle_namespace(made: Made) -> None:
+    made.commit(blocks=[replace(made.record(made.hashes[10]), namespace=99)])
+
+
+def first_of_depth_two(made: Made) -> None:
+    made.commit(blocks=[replace(made.record(made.hashes[0]), depth=2)])
 
 
 def wrong_depth(made: Made) -> None:
@@ -144,19 +148,18 @@ def damage_record(made: Made) -> None:
     file.write_bytes(data)
 
 
-DAMAGE: dict[str, tuple[Callable[[Made], None], dict[str, int], tuple[int, int]]] = {
-    "flipped byte": (flip, {"payload_wrong": 1}, (9, 12)),
-    "parent missing": (lose_parent, {"parent_missing": 1}, (9, 12)),
-    "unit without block": (lose_last_block, {"unit_without_block": 1}, (11, 12)),
-    "unit misplaced": (misplace_unit, {"unit_misplaced": 1}, (12, 12)),
-    "record damaged": (damage_record, {"record_damaged": 1, "parent_missing": 1}, (9, 12)),
-    "namespace lost": (
-        lose_namespace,
-        {"namespace_unknown": 1, "parent_missing": 1, "unit_misplaced": 1},
-        (11, 12),
-    ),
-    "wrong depth": (wrong_depth, {"parent_missing": 2}, (10, 12)),
-    "another's place": (take_place, {"payload_wrong": 1}, (11, 12)),
+# What is done, the faults that are found, how many blocks of both chains are usable once that is repaired,
+# and how many are cut off behind those.
+DAMAGE: dict[str, tuple[Callable[[Made], None], dict[str, int], tuple[int, int], int]] = {
+    "flipped byte": (flip, {"payload_wrong": 1}, (9, 12), 2),
+    "unit without block": (lose_last_block, {"unit_without_block": 1}, (11, 12), 0),
+    "unit misplaced": (misplace_unit, {"unit_misplaced": 1}, (12, 12), 0),
+    "record damaged": (damage_record, {"record_damaged": 1}, (9, 12), 2),
+    "namespace lost": (lose_namespace, {"namespace_unknown": 1, "unit_misplaced": 1}, (11, 12), 0),
+    "namespace lost in the middle": (lose_middle_namespace, {"namespace_unknown": 1}, (10, 12), 1),
+    "wrong depth": (wrong_depth, {"block_misplaced": 2}, (10, 12), 0),
+    "first block that is not the first": (first_of_depth_two, {"block_misplaced": 2}, (0, 0), 14),
+    "another's place": (take_place, {"payload_wrong": 1}, (11, 12), 0),
 }
 
 
@@ -167,21 +170,27 @@ def run(*arguments: str) -> tuple[int, dict[str, object]]:
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_found_and_repair_drops_it_and_no_more(made: Made, name: str) -> None:
-    harm, counts, usable = DAMAGE[name]
+    harm, counts, usable, behind = DAMAGE[name]
     harm(made)
     code, found = run(str(made.path))
-    assert (code, found["counts"], found["sound"]) == (1, counts, False)
+    assert (code, found["counts"], found["sound"], found["cut_off"]) == (1, counts, False, behind)
     again, before = run(str(made.path))
     assert (again, before) == (1, found)  # it changed nothing
     code, repaired = run(str(made.path), "--repair")
     assert (code, repaired["faults"]) == (1, found["faults"])
     assert int(str(repaired["dropped_blocks"])) + int(str(repaired["dropped_units"])) > 0
-    assert run(str(made.path))[0] == 0
+    code, found = run(str(made.path))
+    assert (code, found["cut_off"], found["blocks"]) == (
+        0,
+        behind,
+        sum(usable) - min(*usable, 8) + behind + 3,
+    )
     assert made.usable() == usable
     with Embedded(made.settings) as store:
         assert store_chain(store, made.namespace, made.hashes)
         assert load_chain(store, made.namespace, made.hashes) == BLOCKS
-    assert check(made.path).sound
+    report = check(made.path)
+    assert (report.sound, report.cut_off) == (True, 0)
 
 
 def test_of_two_records_with_one_payload_repair_leaves_one(made: Made) -> None:
@@ -254,7 +263,7 @@ def test_a_store_whose_daemon_was_killed_is_sound(
         document(client, 9, seed=seed).store(client, durable=seed % 2 == 0)
     daemon.kill()
     report = check(daemon.socket.parent.parent / "data")
-    assert report.sound, report.faults
+    assert (report.faults, report.cut_off) == ([], 0)
     assert report.blocks >= 27
 
 
@@ -269,10 +278,10 @@ def test_what_is_no_store_is_refused_and_left_alone(kind: PayloadKind, tmp_path:
         check(made.path)
 
 
-def test_blocks_behind_one_that_was_given_up_are_cut_off_until_that_is_stored(
-    tmp_path: Path, kind: str
+def test_blocks_behind_one_that_was_given_up_are_no_fault_and_wait_until_that_is_stored(
+    tmp_path: Path, kind: PayloadKind
 ) -> None:
-    settings = StoreSettings(tmp_path / "data", host_bytes=MIB, disk_bytes=16 * MIB, payloads=kind)  # type: ignore[arg-type]
+    settings = StoreSettings(tmp_path / "data", host_bytes=MIB, disk_bytes=16 * MIB, payloads=kind)
     with Embedded(settings) as store:
         namespace = store.open_namespace(Namespace(layout=SMALL))
         hashes = block_hashes(namespace, tokens(1, 6))
@@ -281,16 +290,20 @@ def test_blocks_behind_one_that_was_given_up_are_cut_off_until_that_is_stored(
             assert block.data is not None
             block.data[:] = content(block.hash, SIZE)
         store.commit(other.lease, hashes[:2])
-        assert store_chain(
-            store, namespace, hashes
-        )  # the third is pending, so the others are stored behind it
+        assert store_chain(store, namespace, hashes)  # the third is pending: the others are stored behind it
         store.release(other.lease)
         assert load_chain(store, namespace, hashes) == 2
-    found = check(settings.data)
-    assert [(fault.kind, fault.subject) for fault in found.faults] == [
-        (FaultKind.PARENT_MISSING, hashes[3].hex())
-    ]
+    result = CliRunner().invoke(app, ["check", str(settings.data), "--repair"])
+    assert result.exit_code == 0
+    assert "3 blocks are cut off" in result.stdout
+    report = check(settings.data)
+    assert (report.faults, report.cut_off, report.blocks, report.units) == ([], 3, 5, 1)
     with Embedded(settings) as store:
+        assert load_chain(store, namespace, hashes) == 2
+        answer = store.reserve(namespace, ROOT, hashes)
+        assert [block.state for block in answer.blocks].count(ReserveState.FILL) == 1
+        store.release(answer.lease)
         assert store_chain(store, namespace, hashes)
         assert load_chain(store, namespace, hashes) == 6
-    assert check(settings.data).sound
+    report = check(settings.data)
+    assert (report.faults, report.cut_off) == ([], 0)
