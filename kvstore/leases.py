@@ -94,23 +94,20 @@ class LeaseTable:
         self._index.hold(row)
         lease.rows.append(row)
 
-    def keep_slot(self, lease: Lease, slot: int, *, held: bool = False) -> None:
-        """Count a slot to the lease; ``held`` passes on a hold that the caller has taken."""
-        if not held:
-            self._arena.hold(slot)
+    def keep_slot(self, lease: Lease, slot: int) -> None:
+        """Count a slot to the lease, with a hold that the caller has taken."""
         lease.slots[slot] += 1
         lease.holder.held_bytes += lease.block_bytes
 
-    def drop_slot(self, lease: Lease, slot: int) -> bool:
-        """Give one hold of a slot back; False if the lease does not have it."""
+    def drop_slot(self, lease: Lease, slot: int) -> None:
+        """Give one hold of a slot back, unless that was taken from the lease already."""
         if not lease.slots[slot]:
-            return False
+            return
         lease.slots[slot] -= 1
         if not lease.slots[slot]:
             del lease.slots[slot]
         lease.holder.held_bytes -= lease.block_bytes
         self._arena.unhold(slot)
-        return True
 
     def drop_rows(self, lease: Lease) -> None:
         """Stop keeping the lease's rows."""

@@ -135,7 +135,7 @@ class LoadStream:
                 item = item.result()
                 self.read_blocks += 1
             slot = item
-            self._leases.keep_slot(self._lease, slot, held=True)
+            self._leases.keep_slot(self._lease, slot)
             self._slots[index] = slot
             batch.append((index, self._arena.offset(slot)))
         self._leases.renew(self._lease, time.monotonic())

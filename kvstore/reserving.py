@@ -168,7 +168,7 @@ class Reserver:
         self._index.slot[row] = slot
         self._leases.keep_row(lease, row)
         self._index.unhold(row)
-        self._leases.keep_slot(lease, slot, held=True)
+        self._leases.keep_slot(lease, slot)
         lease.filling[block] = row
         return ReserveState.FILL
 

@@ -319,3 +319,13 @@ class ArenaMachine(RuleBasedStateMachine):
 
 TestArenaMachine = ArenaMachine.TestCase
 TestArenaMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+def test_a_slot_of_no_size_or_for_no_row_is_refused_and_changes_nothing(arena):
+    with pytest.raises(InvalidArgument, match="a block of 0 bytes"):
+        arena.register(0)
+    kind = arena.register(PAGE_BYTES)
+    with pytest.raises(InvalidArgument, match="owner=-1"):
+        arena.take(kind, -1)
+    assert arena.used_bytes == 0
+    assert arena.check() == []

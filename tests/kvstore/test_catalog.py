@@ -368,3 +368,18 @@ def test_commits_acknowledged_before_a_kill_are_there_and_it_opens_at_once(tmp_p
         assert catalog.skipped == 0
         number = stored[-1] + 1
         catalog.close()
+
+
+def test_a_file_of_another_lmdb_is_refused_as_another_format(tmp_path):
+    Catalog.open(tmp_path / "c", MAP).close()
+    file = tmp_path / "c" / "data.mdb"
+    data = bytearray(file.read_bytes())
+    magic = (0xBEEFC0DE).to_bytes(4, "little")
+    at = data.find(magic)
+    while at >= 0:  # in both meta pages; the version follows
+        data[at + 4] = 77
+        at = data.find(magic, at + 4)
+    file.write_bytes(data)
+    with pytest.raises(FormatMismatch, match="another LMDB"):
+        Catalog.open(tmp_path / "c", MAP)
+    assert file.read_bytes() == data

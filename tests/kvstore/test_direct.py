@@ -57,6 +57,18 @@ def test_what_direct_io_refuses_goes_through_the_page_cache_with_a_warning(file,
     assert not file.direct
 
 
+def test_a_read_that_direct_io_refuses_goes_through_the_page_cache_too(file, tmp_path, caplog):
+    if not file.direct:
+        pytest.skip("the file system of the tests has no O_DIRECT")
+    (tmp_path / "f").write_bytes(DATA)
+    crooked = memory(2 * len(DATA))[1 : 1 + len(DATA)]
+    with caplog.at_level(logging.WARNING):
+        file.read(crooked, 0)
+    assert crooked == DATA
+    assert caplog.text.count("event=no_direct_io") == 1
+    assert not file.direct
+
+
 def test_a_file_that_cannot_be_opened_direct_is_opened_without(caplog):
     """Memory of this process, as a file of a real file system without O_DIRECT."""
     target = memory(PAGE_BYTES)

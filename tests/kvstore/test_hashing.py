@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgument, InvalidTokens
-from kvstore.hashing import ROOT, as_tokens, block_hashes, split_hashes
+from kvstore.hashing import ROOT, as_tokens, block_hashes, check_hashes, split_hashes
 
 KEY = b"k" * 32
 IDS = st.integers(0, 2**32 - 1)
@@ -80,6 +80,13 @@ def test_keys_and_parents_of_the_wrong_length_are_refused(key, parent):
 @given(st.lists(st.binary(min_size=32, max_size=32), max_size=5))
 def test_hashes_are_cut_from_a_blob(hashes):
     assert split_hashes(b"".join(hashes)) == hashes
+
+
+def test_hashes_that_numpy_made_are_hashes_and_others_are_refused():
+    check_hashes([bytes(32), np.bytes_(b"h" * 32)])
+    for wrong in (b"h" * 31, "h" * 32, None, bytearray(32)):
+        with pytest.raises(InvalidArgument, match="is no block hash"):
+            check_hashes([bytes(32), wrong])
 
 
 def test_a_blob_of_no_whole_hashes_is_refused():

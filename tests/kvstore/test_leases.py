@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvstore.api import ReserveState
-from kvstore.errors import LeaseUnknown, NotReserved
+from kvstore.errors import InvalidArgument, LeaseUnknown, NotReserved
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.namespace import Namespace
 from kvstore.settings import MIB
@@ -376,5 +376,26 @@ async def test_a_worker_whose_reservations_use_up_its_quota_can_still_load(tmp_p
         stream.give_back([at])
     stream.close(returned=True)
     store.disconnect(worker)
+    assert store.check() == []
+    await store.close()
+
+
+@in_loop
+async def test_only_what_was_announced_is_given_back_and_only_once(tmp_path):
+    store, namespace = await opened(tmp_path)
+    worker, _ = workers(store)
+    hashes = block_hashes(namespace, tokens(1, 4))
+    await put(store, worker, namespace, hashes)
+    stream = store.load(worker, namespace, hashes, 0)
+    assert [index for index, _ in await stream.next()] == [0, 1, 2, 3]
+    stream.give_back([1])
+    for wrong in (1, 4):
+        with pytest.raises(InvalidArgument, match=f"block {wrong} was not announced"):
+            stream.give_back([wrong])
+    assert sorted(stream.announced()) == [0, 2, 3]
+    assert worker.held_bytes == 3 * SMALL.block_bytes
+    stream.close(returned=True)
+    stream.close(returned=True)
+    assert worker.held_bytes == 0
     assert store.check() == []
     await store.close()

@@ -245,3 +245,22 @@ def page_of_two_keys(content, key):
     """The page on which a key and the next one have nothing but a header between them."""
     pattern = re.escape(KEY.pack(key + 1)) + b".{8}" + re.escape(KEY.pack(key))
     return re.search(pattern, content, re.DOTALL).start() // PAGE_BYTES * PAGE_BYTES
+
+
+def test_a_disk_that_refuses_a_read_is_an_error_and_no_missing_payload(store, tmp_path):
+    (place,) = write(store, 1)
+    refusing = os.open(tmp_path, os.O_RDONLY)  # a directory: each read of it is refused
+    os.dup2(refusing, store._env.direct.fd)
+    with pytest.raises(DiskError, match=f"payload {place.key} in .* cannot be read"):
+        read(store, place)
+    os.close(refusing)
+    assert read(store, Place(place.key)) == body(1, SIZE)  # through LMDB's map, which is well
+    assert store.missing([place.key]) == set()
+
+
+def test_a_file_that_was_cut_says_that_all_is_missing_and_lists_nothing(store, tmp_path):
+    places = write(store, 1, 2)
+    os.truncate(tmp_path / "p" / "data.mdb", 8192)
+    assert store.missing(keys_of(places)) == set(keys_of(places))
+    with pytest.raises(DiskError, match="truncated or deleted"):
+        store.retain(keys_of(places))

@@ -179,3 +179,18 @@ def test_a_key_that_no_slab_can_have_is_missing(store):
             read(store, Place(key))
     store.free([0, 7, 1 << 40])
     assert store.missing([0, 1 << 40]) == {0, 1 << 40}
+
+
+def test_a_disk_that_refuses_a_read_is_an_error_and_no_missing_payload(store, path):
+    one, two = write(store, 1, 2)
+    (slab,) = store._slabs[8].values()
+    refusing = os.open(path, os.O_RDONLY)  # a directory: each read of it is refused
+    well = os.dup(slab.file.fd)
+    os.dup2(refusing, slab.file.fd)
+    with pytest.raises(DiskError, match=f"payload {one.key} in .* cannot be read"):
+        read(store, one)
+    os.dup2(well, slab.file.fd)
+    os.close(refusing)
+    os.close(well)
+    assert read(store, two) == body(2, SIZE)
+    assert store.missing([two.key]) == set()

@@ -224,3 +224,20 @@ async def test_what_cannot_be_written_is_not_pinned(tmp_path):
 def test_a_share_that_is_none_is_refused(tmp_path, share):
     with pytest.raises(InvalidArgument, match="pin_share"):
         open_store(tmp_path, pin_share=share)
+
+
+@in_loop
+async def test_a_pin_that_is_dropped_while_it_is_extended_stays_dropped(tmp_path):
+    async with Bench(tmp_path) as it:
+        hashes = it.hashes(1, 4)
+        assert await it.store.durable(await it.put(hashes))
+        curator = it.store.keeping.curator
+        pin = await curator.pin(hashes[-1].hex(), 60.0)
+        dropped, extended = await asyncio.gather(
+            curator.unpin(pin.handle), curator.extend(pin.handle, 600.0), return_exceptions=True
+        )
+        assert dropped is None
+        assert isinstance(extended, PinUnknown)
+        assert await curator.pins() == []
+    async with Bench(tmp_path) as it:
+        assert await it.store.keeping.curator.pins() == []

@@ -5,11 +5,12 @@ import asyncio
 import pytest
 
 from kvstore.api import KVStore, ReserveState
-from kvstore.errors import DeadlineExceeded, InvalidArgument
+from kvstore.errors import CapacityTooSmall, DeadlineExceeded, FormatMismatch, InvalidArgument
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
 from kvstore.settings import StoreSettings
+from kvstore.spaces import MAX_BLOCK_SIZES
 from kvstore.testing.faults import Faults
 from tests.kvstore.blocks import SMALL, content, load_chain, open_store, store_chain, tokens
 
@@ -110,3 +111,27 @@ def test_an_embedded_store_can_be_opened_inside_a_running_loop(tmp_path):
             return store.status().mode
 
     assert asyncio.run(serve()) == "ok"
+
+
+def test_a_directory_of_other_payloads_is_refused_with_the_remedy_and_left_as_it_is(tmp_path):
+    with open_store(tmp_path) as store:
+        namespace = store.open_namespace(Namespace(layout=SMALL))
+        hashes = block_hashes(namespace, tokens(1, 4))
+        assert store_chain(store, namespace, hashes)
+    with pytest.raises(FormatMismatch, match="holds lmdb payloads, not slab; start with payloads=lmdb"):
+        open_store(tmp_path, payloads="slab")
+    with open_store(tmp_path) as store:
+        assert load_chain(store, namespace, hashes) == 4
+
+
+def test_sizes_of_blocks_are_bounded_and_those_that_are_open_go_on(tmp_path):
+    layouts = [LatentLayout(num_layers=1, latent_rank=n, rope_dim=0) for n in range(1, MAX_BLOCK_SIZES + 2)]
+    with open_store(tmp_path, payloads="slab") as store:
+        opened = [store.open_namespace(Namespace(layout=layout)) for layout in layouts[:-1]]
+        with pytest.raises(CapacityTooSmall, match=f"{MAX_BLOCK_SIZES} sizes of blocks are open"):
+            store.open_namespace(Namespace(layout=layouts[-1]))
+        again = store.open_namespace(Namespace(layout=layouts[0], model="another"))
+        assert again not in opened
+        hashes = block_hashes(again, tokens(1, 4))
+        assert store_chain(store, again, hashes, nbytes=layouts[0].block_bytes)
+        assert load_chain(store, again, hashes) == 4

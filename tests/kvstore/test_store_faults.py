@@ -14,6 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from kvstore.api import MissReason, ReserveState
+from kvstore.embedded import Embedded
 from kvstore.errors import (
     CapacityTooSmall,
     DataDirError,
@@ -27,10 +28,12 @@ from kvstore.layout import DEEPSEEK_V3
 from kvstore.namespace import Namespace
 from kvstore.payloads import Place
 from kvstore.payloads.direct import Run
+from kvstore.payloads.kinds import OPEN
 from kvstore.settings import MIB
 from kvstore.store import Store
 from kvstore.units import UnitKind
 from tests.kvstore.blocks import (
+    CHOSEN,
     OTHER,
     SMALL,
     Conversation,
@@ -538,3 +541,38 @@ def test_a_disk_that_shrank_is_obeyed_from_the_start(tmp_path):
         assert store.status().counters["disk_evicted_blocks"] > 0
         assert load_chain(store, wide.namespace, hashes) == 12
         assert store.check() == []
+
+
+def test_a_defect_below_a_read_costs_a_miss_and_keeps_no_slot(tmp_path, caplog):
+    """Any exception, even one that nobody foresaw."""
+
+    def defective(*args):
+        payloads = OPEN[CHOSEN["payloads"]](*args)
+
+        def read_into(place, run):
+            raise ZeroDivisionError("a defect")
+
+        payloads.read_into = read_into
+        return payloads
+
+    with open_store(tmp_path) as store:
+        worker, hashes = stored(store)
+    with Embedded(settings(tmp_path), defective) as store:
+        assert load_chain(store, worker.namespace, hashes) == 0
+        assert "event=read_failed" in caplog.text
+        assert store.status().host.used_bytes == 0
+        assert store.check() == []
+    with open_store(tmp_path) as store:
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS
+
+
+def test_a_file_where_payloads_of_a_size_should_be_is_named_in_the_refusal(tmp_path):
+    with open_store(tmp_path) as store:
+        worker, hashes = stored(store)
+    in_the_way = tmp_path / "payloads" / "4096"
+    in_the_way.write_text("not ours")
+    with pytest.raises(DiskError, match=f"{in_the_way} cannot be removed.*by hand"):
+        open_store(tmp_path)
+    in_the_way.unlink()
+    with open_store(tmp_path) as store:
+        assert load_chain(store, worker.namespace, hashes) == BLOCKS

@@ -6,11 +6,12 @@ import logging
 import pytest
 
 from kvstore.api import MissReason, ReserveState
-from kvstore.errors import TicketUnknown
+from kvstore.errors import TicketUnknown, Unavailable
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.namespace import Namespace
 from kvstore.settings import MIB
 from kvstore.store import Store
+from kvstore.tickets import TicketDesk
 from kvstore.units import UnitKind, UnitMark
 from tests.kvstore.blocks import SMALL, content, end_of, faulty, fill, in_loop, put, settings, tokens, until
 
@@ -374,3 +375,55 @@ async def test_reserve_asks_to_come_back_while_the_arena_is_full_of_unwritten_bl
         again = it.store.reserve(it.worker, it.namespace, ROOT, more, reserved.lease)
         assert again.states == [ReserveState.FILL] * 10
         it.store.release(it.worker, reserved.lease)
+
+
+@in_loop
+async def test_what_a_drain_has_no_time_for_is_not_durable_and_what_is_under_way_is(tmp_path):
+    async with Bench(tmp_path, drain_seconds=0.01) as it:
+        it.faults.write_gate.clear()
+        written, queued = it.hashes(1, 4), it.hashes(2, 4)
+        first = asyncio.ensure_future(it.store.durable(await it.put(written)))
+        await until(lambda: it.faults.writes == 1)
+        second = asyncio.ensure_future(it.store.durable(await it.put(queued)))
+        await asyncio.sleep(0)
+        closing = asyncio.ensure_future(it.store._writer.close(0.01))
+        await until(it.store._writer._stop.is_set)
+        it.faults.write_gate.set()
+        assert not await closing
+        assert (await first, await second) == (True, False)
+    async with Bench(tmp_path) as it:
+        assert (it.hit(written), it.hit(queued)) == (4, 0)
+
+
+@in_loop
+async def test_a_store_that_is_closing_takes_nothing_new_and_says_so(tmp_path):
+    faults = faulty()
+    store = await Store.open(settings(tmp_path), faults.open)
+    namespace = await store.open_namespace(Namespace(layout=SMALL))
+    worker = store.connect(b"w" * 16, mapped=True)
+    hashes = block_hashes(namespace, tokens(1, 4))
+    faults.write_gate.clear()
+    ticket = await put(store, worker, namespace, hashes)
+    closing = asyncio.ensure_future(store.close())
+    await until(lambda: faults.writes == 1)
+    for call in (
+        lambda: store.match(namespace, hashes, 257, align=64, store=False),
+        lambda: store.load(worker, namespace, hashes, 0),
+        lambda: store.reserve(worker, namespace, ROOT, hashes, 0),
+    ):
+        with pytest.raises(Unavailable, match="shutting down"):
+            call()
+    faults.write_gate.set()
+    assert await closing
+    assert await store.durable(ticket)
+
+
+@in_loop
+async def test_a_ticket_that_many_others_came_after_is_unknown(tmp_path):
+    desk = TicketDesk()
+    tickets = [desk.give([], 7) for _ in range(65536 + 2)]
+    for old in tickets[:2]:
+        with pytest.raises(TicketUnknown, match="too old"):
+            await desk.wait(old)
+    assert await desk.wait(tickets[2])
+    assert desk.namespace(tickets[-1]) == 7
