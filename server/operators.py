@@ -50,7 +50,7 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
 
 
 class OperatorService:
-    """Implements ``kvstore.v1.Operator``. It answers while the daemon drains, too.
+    """Implements ``kvstore.v1.Operator``.
 
     An operator sees every tenant: whoever may call this may know what each of them has stored.
     """

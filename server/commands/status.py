@@ -15,21 +15,19 @@ from rich.table import Table
 from rich.text import Text
 
 from server.commands.daemon import AsJson, Data, Operator, Url, address
-from server.commands.failures import NO, one_line
+from server.commands.failures import one_line
 
 Report = dict[str, Any]
 
 
 def status(listen: Url = None, data: Data = None, as_json: AsJson = False) -> None:
-    """Say how the daemon is: tiers, hits by tenant, misses by reason, faults. Exit 1 if it is not ready."""
+    """Say how the daemon is: tiers, hits by tenant, misses by reason, faults. Exit 3 if none answers."""
     with one_line(), Operator(address(listen, data)) as daemon:
         report = daemon.report()
     if as_json:
         print(json.dumps(report))
     else:
         Console().print(_shown(report, None))
-    if report["why_not"]:
-        raise typer.Exit(NO)
 
 
 def top(
@@ -76,7 +74,7 @@ def _shown(report: Report, before: Report | None) -> Group:
 
 
 def _headline(report: Report) -> Text:
-    state = report["why_not"] or ("disk cannot be written" if report["mode"] == "host_only" else "ready")
+    state = "disk cannot be written" if report["mode"] == "host_only" else "ready"
     style = "green" if state == "ready" else "bold red"
     text = Text(f"latentkv {report['release']} at {report['address']}: ")
     text.append(state, style)

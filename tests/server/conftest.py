@@ -175,13 +175,6 @@ class Fleet:
             daemon.close()
 
 
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    fleet = Fleet()
-    yield fleet
-    fleet.close()
-
-
 @contextmanager
 def flag_maker() -> Iterator[Callable[..., list[str]]]:
     """Flags of a small daemon over one directory; the socket's path must be short."""
@@ -205,6 +198,14 @@ def flag_maker() -> Iterator[Callable[..., list[str]]]:
 def flags() -> Iterator[Callable[..., list[str]]]:
     with flag_maker() as make:
         yield make
+
+
+@pytest.fixture
+def fleet(flags: Callable[..., list[str]]) -> Iterator[Fleet]:
+    """Ends before the directory of ``flags`` goes: what drains still writes there."""
+    fleet = Fleet()
+    yield fleet
+    fleet.close()
 
 
 def page_of(daemon: DaemonProcess) -> str:

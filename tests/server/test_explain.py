@@ -106,7 +106,7 @@ def scene() -> Iterator[Scene]:
             assert made.match(tokens) is reason
         made.samples, made.report = read_all(daemon)
         yield made
-    fleet.close()
+        fleet.close()
 
 
 def bring_about(scene: Scene, fleet: Fleet) -> None:

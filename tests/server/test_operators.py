@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from tests.server.conftest import DEADLINE, DaemonProcess, Document, Fleet, document, flag_maker, page_of
+from kvstore.layout import preset
+from server.cli import app
+from server.commands.status import duration, rate, size
+from tests.server.conftest import (
+    DEADLINE,
+    ROOT_DIR,
+    DaemonProcess,
+    Document,
+    Fleet,
+    document,
+    flag_maker,
+    page_of,
+)
 from tests.server.test_commands import latentkv
+from tests.server.test_failures import until
 from tests.server.test_web import get
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -98,28 +114,97 @@ def test_a_daemon_that_is_away_is_one_line_and_exit_3(tmp_path: Path) -> None:
         assert "no daemon answers at" in latentkv(command, "--listen", f"unix://{tmp_path}/kv.sock", code=3)
 
 
-def test_a_damaged_block_is_a_fault_on_the_report(fleet: Fleet) -> None:
-    with flag_maker() as flags:
-        daemon = fleet.daemon(*flags(http="127.0.0.1:0"))
-        client = fleet.connect(daemon.url)
-        doc = document(client, 2)
-        doc.store(client)
-        assert daemon.term() == 0
-        for file in Path(flags()[1], "payloads").rglob("data.mdb"):
-            with file.open("r+b") as opened:  # in place, for the file has holes
-                at = opened.read().index(doc.data(doc.hashes[0])[:64])
-                opened.seek(at)
-                opened.write(b"damaged!")
-        daemon.start()
-        client = fleet.connect(daemon.url)
-        assert document(client, 2).load(client) == 0
-        (fault,) = [
-            fault
-            for fault in json.loads(get(page_of(daemon) + "status.json")[1])["faults"]
-            if fault["event"] == "block_unreadable"
-        ]
-        assert fault["level"] == "warning"
-        assert "kind=checksum_failures" in fault["details"]
+def test_a_damaged_block_is_a_fault_on_the_report(fleet: Fleet, flags: Callable[..., list[str]]) -> None:
+    daemon = fleet.daemon(*flags(http="127.0.0.1:0"))
+    client = fleet.connect(daemon.url)
+    doc = document(client, 2)
+    doc.store(client)
+    assert daemon.term() == 0
+    for file in Path(flags()[1], "payloads").rglob("data.mdb"):
+        with file.open("r+b") as opened:  # in place, for the file has holes
+            at = opened.read().index(doc.data(doc.hashes[0])[:64])
+            opened.seek(at)
+            opened.write(b"damaged!")
+    daemon.start()
+    client = fleet.connect(daemon.url)
+    assert document(client, 2).load(client) == 0
+    (fault,) = [
+        fault
+        for fault in json.loads(get(page_of(daemon) + "status.json")[1])["faults"]
+        if fault["event"] == "block_unreadable"
+    ]
+    assert fault["level"] == "warning"
+    assert "kind=checksum_failures" in fault["details"]
+    assert "block_unreadable" in latentkv("status", "--listen", daemon.url)
+
+
+def test_a_daemon_that_drains_says_so_on_its_page_and_answers_no_command(
+    fleet: Fleet, flags: Callable[..., list[str]]
+) -> None:
+    daemon = fleet.daemon(*flags(http="127.0.0.1:0"))
+    client = fleet.connect(daemon.url)
+    doc = document(client, 24, layout=preset("deepseek-v3", num_layers=30))
+    doc.store(client)
+    with client.load(doc.namespace, doc.hashes) as load:
+        next(iter(load))  # a stream that is open holds the drain up
+        daemon.process.terminate()
+        daemon.wait_for("event=draining")
+        status, report = get(page_of(daemon) + "status.json")
+        until(lambda: CliRunner().invoke(app, ["status", "--listen", daemon.url]).exit_code == 3)
+    assert (status, json.loads(report)["why_not"]) == (200, "draining: the daemon shuts down")
+
+
+def test_top_watches_until_it_is_interrupted(fleet: Fleet, flags: Callable[..., list[str]]) -> None:
+    daemon = fleet.daemon(*flags())
+    command = [sys.executable, "-m", "server", "top", "--listen", daemon.url, "--json", "--seconds", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT_DIR) as top:
+        assert top.stdout is not None
+        looks = [json.loads(top.stdout.readline()) for _ in range(3)]
+        top.send_signal(signal.SIGINT)
+        assert top.wait(DEADLINE) == 0
+    assert [look["tenants"] for look in looks] == [[], [], []]
+    shown = CliRunner().invoke(app, ["status", "--listen", daemon.url]).stdout
+    assert "HOST" in shown
+    assert "tenant" not in shown  # nobody asked for anything yet
+    assert "miss reason" not in shown
+
+
+def test_without_a_flag_the_daemon_is_looked_for_where_serve_would_listen(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("LATENTKV_DATA", raising=False)
+    done = CliRunner().invoke(app, ["status"])
+    assert (
+        done.exit_code,
+        f"no daemon answers at unix://{tmp_path}/latentkv/latentkv.sock" in done.stderr,
+    ) == (
+        3,
+        True,
+    )
+    daemon = fleet.daemon("--data", str(tmp_path / "data"), "--host-bytes", "4MiB", "--disk-bytes", "64MiB")
+    for words in ([], ["--data", str(tmp_path / "data")]):
+        told = json.loads(CliRunner().invoke(app, ["status", "--json", *words]).stdout)
+        assert told["address"] == daemon.url
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        (size(0), "0 B"),
+        (size(1536), "1.5 KiB"),
+        (size(3 << 40), "3.0 TiB"),
+        (size(5 << 50), "5120.0 TiB"),
+        (duration(119), "119 s"),
+        (duration(120), "2.0 min"),
+        (duration(36 * 3600), "36.0 h"),
+        (duration(10 * 86400), "10.0 d"),
+        (rate(0, 0), "-"),
+        (rate(1, 2), "33.3%"),
+    ],
+)
+def test_figures_are_told_in_the_units_that_people_use(told: str, text: str) -> None:
+    assert told == text
 
 
 @pytest.fixture

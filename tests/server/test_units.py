@@ -59,6 +59,7 @@ def house(fleet_of_all: Fleet) -> Iterator[House]:
     with flag_maker() as flags:
         daemon = fleet_of_all.daemon(*flags())
         yield House(daemon, fleet_of_all.connect(daemon.url))
+        fleet_of_all.close()
 
 
 def name(doc: Document) -> str:
