@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -216,6 +217,17 @@ def test_payloads_that_are_gone_are_found_and_dropped_and_others_stay(
     with Embedded(made.settings) as store:
         other = store.open_namespace(Namespace(layout=OTHER))
         assert load_chain(store, other, block_hashes(other, tokens(3, 3)), compressible=True) == 3
+
+
+def test_faults_are_told_to_people_and_how_many_more_there_are(made: Made) -> None:
+    with Embedded(made.settings) as store:
+        assert store_chain(store, made.namespace, block_hashes(made.namespace, tokens(4, 12)))
+    delete(made)
+    result = CliRunner().invoke(app, ["check", str(made.path), "--repair"], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    told = " ".join(result.stdout.split())
+    assert "28 payload_wrong" in told
+    assert re.search(r"and \d+ more; --json lists them dropped 28 blocks and 4 units", told)
 
 
 def test_payloads_that_no_record_names_are_counted_and_freed_by_repair(made: Made, kind: PayloadKind) -> None:

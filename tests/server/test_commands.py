@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,18 @@ def test_bench_measures_memory_disk_and_both_tiers_and_leaves_nothing(tmp_path: 
     assert all(rate > 0 for rate in steps.values())
     assert shown["tokens_a_second"]["load from DISK"] == steps["load from DISK"] / preset("tiny").token_bytes
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_tells_people_how_many_times_as_fast_as_prefill_a_load_is(tmp_path: Path) -> None:
+    words = ["bench", str(tmp_path), "--size", "2MiB", "--model", "tiny", "--prefill-rate", "100"]
+    ran = CliRunner().invoke(app, words)
+    if "no O_DIRECT there" in ran.stderr:
+        pytest.skip("needs a disk that can be read past the page cache")
+    assert ran.exit_code == 0, ran.stderr
+    told = re.findall(r"load from (\w+): ([\d,]+) tokens/s of tiny: ([\d.]+) times as fast", ran.stdout)
+    assert [tier for tier, _, _ in told] == ["HOST", "DISK"]
+    for _, rate, gain in told:
+        assert float(gain) == pytest.approx(float(rate.replace(",", "")) / 100, abs=0.06)
 
 
 def test_bench_refuses_what_it_cannot_measure(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ WRONG = {
     "lease_seconds": ["0", "soon"],
     "drain_seconds": ["-1"],
     "readers": ["0"],
+    "http": ["127.0.0.1:80/page", "127.0.0.1", "unix:///run/x.sock"],
+    "tenant_quotas": ["acme=1GiB"],
     "numa_node": ["left", "-1"],
     "log_level": ["loud"],
     "listen": [

@@ -326,6 +326,26 @@ def test_it_is_told_to_people_with_the_words_around_the_place(scene: Scene, tmp_
     assert "Something else that is asked of it" in shown.replace("\n", " ")
 
 
+def test_what_became_of_a_block_and_who_has_more_is_told_to_people(scene: Scene, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.json"
+
+    def told(tokens: list[int], namespace: bytes) -> str:
+        file.write_text(json.dumps(tokens))
+        where = ("--listen", scene.daemon.url, "--namespace", namespace.hex())
+        ran = CliRunner().invoke(app, ["explain", str(file), *where])
+        assert ran.exit_code == 0, ran.output
+        return " ".join(ran.stdout.replace("│", " ").split())
+
+    evicted = told(scene.prompts[MissReason.EVICTED], scene.namespace)
+    assert f"It was {FATES['capacity']} on 20" in evicted
+    whole = scene.prompts[MissReason.NONE]
+    assert "The first block that is not stored" not in told(whole, scene.namespace)
+    other = scene.client.open_namespace(replace(OURS, salt="told", tenant="told"))
+    elsewhere = told(whole, other)
+    assert "Other namespaces have more" in elsewhere
+    assert f"{scene.namespace[:6].hex()} 128 128 salt told tenant told acme" in elsewhere
+
+
 def test_every_reason_and_fate_has_its_words() -> None:
     assert set(MissReason) <= set(REASONS)
     assert set(REASON_OF) == {*Departure, *Setback} <= set(FATES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -386,6 +387,23 @@ def test_bytes_damaged_on_the_way_end_the_hit_before_them(fleet: Fleet) -> None:
     assert load.short == 1
     assert client.status().counters["client_damaged_blocks"] == 1
     server.stop(None).wait()
+
+
+def test_a_daemon_out_of_descriptors_maps_workers_again_once_it_has_some(fleet: Fleet, flags: Flags) -> None:
+    daemon = start(fleet, "mapped", flags)
+    pid = daemon.process.pid
+    taken = {int(each) for each in os.listdir(f"/proc/{pid}/fd")}
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(set(range(1024)) - taken), before[1]))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as worker:
+        worker.connect(str(daemon.arena_socket))
+        daemon.wait_for('event=handover_failed reason="Too many open files"')
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        worker.settimeout(DEADLINE)
+        assert b'"arena_bytes": 67108864' in worker.recv(1024)
+    doc = document(fleet.connect(daemon.url), 3)
+    doc.store(fleet.clients[0])
+    assert doc.load(fleet.clients[0]) == 3
 
 
 def test_a_peer_of_another_user_gets_no_arena(fleet: Fleet, flags: Flags) -> None:

@@ -12,8 +12,12 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from kvstore.errors import InvalidArgument
+from kvstore.layout import preset
+from kvstore.testing.chains import OTHER
+from server.cli import app
 from server.planning.optimum import best
 from server.planning.replay import Replay
 from server.planning.sizing import Machine, capacities_of, plan
@@ -153,6 +157,14 @@ def test_without_a_trace_it_plans_for_what_the_daemon_was_asked(
     saved = read_trace(trace)
     assert [request.tokens for request in saved.requests] == [len(doc.tokens) for doc in docs]
     assert saved.requests[0].blocks == saved.requests[2].blocks[:4] == saved.requests[3].blocks
+    bigger = CliRunner().invoke(app, [*where, "--json", "--sizes", "1GB", "--model", "tiny"])
+    row = json.loads(bigger.stdout)["rows"][0]
+    assert row["nbytes"] // row["blocks"] == preset("tiny").block_bytes
+    document(client, 1, layout=OTHER)
+    unclear = CliRunner().invoke(app, [*where, "--sizes", "1GB"])
+    assert unclear.exit_code == 2
+    sizes = sorted([SMALL.token_bytes, OTHER.token_bytes])
+    assert f"tokens of {sizes} bytes: name one --model" in unclear.stderr
     # What was saved is all that there is of the prompts.
     assert set(json.loads(trace.read_text().splitlines()[1])) == {"timestamp", "input_length", "hash_ids"}
 
