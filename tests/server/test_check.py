@@ -219,6 +219,41 @@ def test_payloads_that_are_gone_are_found_and_dropped_and_others_stay(
         assert load_chain(store, other, block_hashes(other, tokens(3, 3)), compressible=True) == 3
 
 
+def test_a_namespace_that_cannot_be_read_is_dropped_with_its_blocks_and_stored_anew(made: Made) -> None:
+    number = made.record(made.hashes[0]).namespace.to_bytes(4, "little")
+    catalog = made.catalog()
+    with catalog._env.begin(write=True, db=catalog._namespaces) as txn:
+        record = bytearray(txn.get(number))
+        record[-1] ^= 1
+        txn.put(number, bytes(record))
+    catalog.close()
+    code, found = run(str(made.path), "--repair")
+    assert (code, found["counts"]) == (1, {"record_damaged": 1, "namespace_unknown": 16})
+    assert (found["dropped_blocks"], found["dropped_units"]) == (16, 3)
+    assert run(str(made.path))[0] == 0
+    with Embedded(made.settings) as store:
+        # Its number may be another's now, whose blocks the dropped ones would have become.
+        stranger = store.open_namespace(Namespace(layout=SMALL, model="stranger"))
+        assert store.open_namespace(Namespace(layout=SMALL)) == made.namespace
+        assert load_chain(store, stranger, block_hashes(stranger, tokens(1, BLOCKS))) == 0
+        assert load_chain(store, made.namespace, made.hashes) == 0
+        assert store_chain(store, made.namespace, made.hashes)
+        assert load_chain(store, made.namespace, made.hashes) == BLOCKS
+    assert check(made.path).sound
+
+
+def test_payloads_that_the_disk_refuses_to_read_are_unreadable(made: Made, kind: PayloadKind) -> None:
+    if kind == "lmdb":
+        pytest.skip("LMDB itself would not open such a file")
+    for file in made.files:
+        file.unlink()
+        file.mkdir()  # each read of it is refused
+    assert check(made.path).counts() == {"payload_unreadable": 16}
+    assert check(made.path, repair=True).dropped_blocks == 16
+    assert check(made.path).sound
+    assert made.usable() == (0, 0)
+
+
 def test_faults_are_told_to_people_and_how_many_more_there_are(made: Made) -> None:
     with Embedded(made.settings) as store:
         assert store_chain(store, made.namespace, block_hashes(made.namespace, tokens(4, 12)))
