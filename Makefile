@@ -49,10 +49,12 @@ $(ENGINES)/.ready: pyproject.toml constraints.txt tests/engines/requirements.txt
 test-engines: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m pytest tests/engines
 
-# Lines and branches of kvstore and server that the tests reach. `mla` has no part in it but as their user.
+# Lines and branches of kvstore and server that the tests reach, in the processes that they start too.
+# `mla` has no part in it but as their user.
+COVERING := tests/kvstore tests/server tests/crash tests/mla/session tests/benchmarks/test_soak.py
 coverage: $(READY)
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest tests/kvstore tests/server tests/crash tests/mla/session
+	$(BIN)/coverage run -m pytest --numprocesses auto --dist worksteal $(COVERING)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

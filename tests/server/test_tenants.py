@@ -364,7 +364,8 @@ def test_a_restarted_daemon_knows_the_same_client_again(estate: Estate) -> None:
     mine = document(by_uid, 3, tenant="search", seed=4)
     mine.store(by_uid)
     document(by_token, 3, tenant="search", seed=4)
-    estate.daemon.restart()
+    assert estate.daemon.term() == 0
+    estate.daemon.start()
     estate.reads = 0
     for client in (by_uid, by_token):
         assert client.match(mine.namespace, mine.hashes, 193).blocks == 3
