@@ -114,6 +114,24 @@ def test_chunks_of_one_request_are_no_second_sight(tmp_path):
         assert store.check() == []
 
 
+def test_what_stands_behind_a_block_that_left_memory_is_not_written_before_it(tmp_path):
+    with open_store(tmp_path, admit="second") as store:
+        worker = Conversation(store)
+        hashes = block_hashes(worker.namespace, A)
+        request(worker, A)
+        request(worker, tokens(9, 77))  # the arena has 85 slots: the first blocks of A make room
+        answer = store.reserve(worker.namespace, hashes[7], [])  # another worker goes on behind the eighth
+        store.release(answer.lease)
+        status = store.status()
+        assert (status.disk.blocks, status.dirty_blocks) == (0, 0)
+        assert worker.match(A).stored_blocks == 0
+        assert request(worker, A)
+        assert store.status().disk.blocks == 12
+        assert store.check() == []
+    with open_store(tmp_path, admit="second") as store:
+        assert load_chain(store, worker.namespace, hashes) == 12
+
+
 def test_a_pin_is_a_reason_to_write(tmp_path):
     with open_store(tmp_path, admit="second") as store:
         worker = Conversation(store)
