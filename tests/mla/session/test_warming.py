@@ -162,6 +162,33 @@ def test_documents_are_pinned_for_as_long_as_asked(
     assert all(7190 < pin["expires"] - pin["created"] <= 7200 for pin in pins)
 
 
+def test_people_are_told_what_is_stored_and_what_could_not_be_pinned(
+    fleet: Fleet, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    daemon = fleet.daemon(*flags(pin_share=0))
+    save_checkpoint("deepseek_v3", tmp_path / "model")
+    (tmp_path / "documents").mkdir()
+    for name, times in (("a.txt", 10), ("b.txt", 5)):
+        (tmp_path / "documents" / name).write_text("what is written here " * times)
+    arguments = (str(tmp_path / "documents"), "--listen", daemon.url, "--model", str(tmp_path / "model"))
+
+    def told(*more: str, code: int) -> str:
+        ran = CliRunner().invoke(app, ["warm", *arguments, "--device", "cpu", *more])
+        assert ran.exit_code == code, ran.output
+        return " ".join(ran.stdout.split())
+
+    first = told("--pin-for", "2h", code=1)
+    assert first.startswith("2 of 2 documents are stored: 256 of 315 tokens, ")
+    assert "one hit of each will save" in first
+    for name in ("a.txt", "b.txt"):
+        assert f"failed: {name}: not pinned: " in first
+    assert "0 pins keep are too much" in first
+    again = told(code=0)
+    assert "on disk; 0 were computed in" in again
+    assert "one hit of each will save" not in again
+    assert "failed" not in again
+
+
 def test_a_model_that_is_none_and_a_document_that_is_too_long_are_told(
     fleet: Fleet, flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
