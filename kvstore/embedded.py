@@ -27,6 +27,7 @@ from kvstore.api import (
 )
 from kvstore.curation import Curator
 from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.hashing import check_hashes
 from kvstore.layout import BLOCK_TOKENS
 from kvstore.loading import LoadStream
 from kvstore.namespace import Namespace
@@ -102,6 +103,7 @@ class Embedded:
         counted: int = 0,  # nobody counts by request here
     ) -> Match:
         """See ``KVStore.match``."""
+        check_hashes(hashes)
         try:
             return self._call(lambda: self._store.match(namespace, hashes, tokens, align=align, store=store))
         except Unavailable as error:

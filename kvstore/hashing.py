@@ -86,7 +86,7 @@ def split_hashes(blob: bytes) -> list[bytes]:
 def check_hashes(hashes: Sequence[bytes]) -> None:
     """Raises ``InvalidArgument`` for what is no block hash."""
     # In one go first: a prompt has thousands, and hardly ever a wrong one.
-    if set(map(type, hashes)) <= {bytes} and set(map(len, hashes)) <= {HASH_BYTES}:
+    if list(map(type, hashes)).count(bytes) == len(hashes) == list(map(len, hashes)).count(HASH_BYTES):
         return
     for block in hashes:
         if not isinstance(block, bytes) or len(block) != HASH_BYTES:

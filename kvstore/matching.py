@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from kvstore.api import Match, MissReason
 from kvstore.errors import InvalidArgument
 from kvstore.ghosts import GhostList, Setback
-from kvstore.hashing import check_hashes
 from kvstore.observer import Departure
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex, Walk
 from kvstore.settings import Policy
@@ -56,8 +55,7 @@ class Prompt:
 def checked_prompt(
     namespace: int, hashes: Sequence[bytes], tokens: int, block_tokens: int, align: int
 ) -> Prompt:
-    """What a caller says of a prompt. Raises ``InvalidArgument``."""
-    check_hashes(hashes)
+    """What a caller says of a prompt, whose hashes are such. Raises ``InvalidArgument``."""
     if tokens < len(hashes) * block_tokens:
         raise InvalidArgument(f"tokens={tokens} is less than {len(hashes)} blocks of {block_tokens}")
     if align <= 0 or (align % block_tokens and block_tokens % align):
@@ -110,7 +108,7 @@ class Matcher:
             return 0
         if known == len(walk.rows):
             # Behind the last stored block: does a stored or remembered chain go on there?
-            row = walk.rows[-1]
+            row = int(walk.rows[-1])
             if index.kinds[row]:
                 return 0
             ours = walk.next_row != NONE and index.parent[walk.next_row] == row

@@ -64,7 +64,7 @@ class UnitUse:
 class Walk:
     """How far a chain runs along stored blocks, and why it ends there."""
 
-    rows: list[int]  # the PRESENT rows from the first block on
+    rows: NDArray[np.int64]  # the PRESENT rows from the first block on
     next_row: int  # row of the block behind them if the index knows it, else NONE
 
 
@@ -258,18 +258,16 @@ class PrefixIndex:
         foreign = view(self.namespace)[rows] != namespace
         stop = _first(foreign | (view(self.state)[rows] != BlockState.PRESENT))
         there = stop < len(rows) and not foreign[stop]
-        return Walk(rows[:stop].tolist(), int(rows[stop]) if there else NONE)
+        return Walk(rows[:stop], int(rows[stop]) if there else NONE)
 
-    def deepest_unit(self, rows: Sequence[int]) -> int:
+    def deepest_unit(self, rows: NDArray[np.int64]) -> int:
         """Length in blocks of the longest unit that ends on one of ``rows``; 0 if none does."""
-        for length in range(len(rows), 0, -1):
-            if self.kinds[rows[length - 1]]:
-                return length
-        return 0
+        ends = np.flatnonzero(view(self.kinds)[rows])
+        return int(ends[-1]) + 1 if len(ends) else 0
 
-    def in_arena(self, rows: Sequence[int]) -> int:
+    def in_arena(self, rows: NDArray[np.int64]) -> int:
         """How many of these rows have a slot."""
-        return int(np.count_nonzero(view(self.slot)[np.asarray(rows, np.int64)] != NONE))
+        return int(np.count_nonzero(view(self.slot)[rows] != NONE))
 
     def leaves(self) -> NDArray[np.bool_]:
         """[rows]: PRESENT, and neither held nor stood on. So those that may leave first."""
@@ -296,11 +294,9 @@ class PrefixIndex:
         """How many blocks have a place."""
         return int(np.count_nonzero(view(self.place) != NONE))
 
-    def touch(self, rows: Sequence[int], now: float) -> None:
+    def touch(self, rows: NDArray[np.int64], now: float) -> None:
         """Note a use of a whole prefix, so that an ancestor is never older than its children."""
-        used = self.used
-        for row in rows:
-            used[row] = now
+        view(self.used)[rows] = now
 
     def check(self) -> list[str]:
         """Violated invariants; empty when sound."""

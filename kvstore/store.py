@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from kvstore.admission import Admission
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena
@@ -171,7 +173,7 @@ class Store:
     def match(
         self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool
     ) -> Match:
-        """See ``kvstore.api.KVStore.match``. Touches no payload."""
+        """See ``kvstore.api.KVStore.match``. Touches no payload. That they are hashes the caller checks."""
         self._accepting()
         space = self._spaces.get(namespace)
         prompt = checked_prompt(space.id, hashes, tokens, space.layout.block_tokens, align)
@@ -180,7 +182,7 @@ class Store:
         match = replace(self._matcher.match(prompt, walk, common), epoch=self._spaces.epochs.of(space.id))
         if store:
             if common == len(walk.rows) > 0:
-                self._reserver.mark(walk.rows[-1], UnitKind.COMMON_PREFIX)
+                self._reserver.mark(int(walk.rows[-1]), UnitKind.COMMON_PREFIX)
             if len(walk.rows) < len(hashes):
                 # With the last stored block, so that it is known how the chain went on.
                 self._ghosts.remember(hashes[max(len(walk.rows) - 1, 0) :])
@@ -191,7 +193,7 @@ class Store:
 
     def _walk(self, namespace: int, hashes: Sequence[bytes]) -> Walk:
         if namespace in self._spaces.epochs.erasing:
-            return Walk([], NONE)
+            return Walk(np.empty(0, np.int64), NONE)
         return self._index.walk(namespace, hashes)
 
     def trail(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int) -> Trail:
@@ -214,14 +216,15 @@ class Store:
         check_hashes(hashes)
         if not 0 <= first <= len(hashes):
             raise InvalidArgument(f"first={first} is outside [0, {len(hashes)}]")
-        rows = self._walk(space.id, hashes).rows
+        walked = self._walk(space.id, hashes).rows
         reader = self._readers.join(space.id, readers, first, space.block_bytes) if readers else None
         now = time.time()
-        self._index.touch(rows, now)
+        self._index.touch(walked, now)
+        rows: list[int] = walked.tolist()
         lease = self._leases.open(holder, space.id, space.block_bytes, time.monotonic())
         if rows:
             self._leases.keep_row(lease, rows[-1])
-            self._note_use(rows, now)
+            self._note_use(rows, self._index.deepest_unit(walked), now)
             self._admission.seen(rows)
         self.counters["loads"] += 1
         return LoadStream(
@@ -237,8 +240,7 @@ class Store:
             on_end=self._end,
         )
 
-    def _note_use(self, rows: Sequence[int], now: float) -> None:
-        unit = self._index.deepest_unit(rows)
+    def _note_use(self, rows: Sequence[int], unit: int, now: float) -> None:
         if unit:
             use = self._index.units[rows[unit - 1]]
             use.used, use.hits = now, use.hits + 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntFlag
+from typing import NamedTuple
 
 from kvstore.errors import InvalidArgument
 from kvstore.layout import BLOCK_TOKENS
@@ -25,8 +26,7 @@ class UnitKind(IntFlag):
     INTERVAL = 4
 
 
-@dataclass(frozen=True, slots=True)
-class PersistPoint:
+class PersistPoint(NamedTuple):
     """A position at which a request should leave a unit."""
 
     tokens: int

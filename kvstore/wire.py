@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import grpc
 
 from kvstore import errors
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.errors import DeadlineExceeded, InvalidArgument, KVStoreError, Unavailable
-from kvstore.hashing import HASH_BYTES, split_hashes
+from kvstore.hashing import HASH_BYTES, check_hashes, split_hashes
 from kvstore.layout import BLOCK_TOKENS
 from kvstore.namespace import DIGEST_BYTES, Namespace
 from kvstore.units import PersistPoint, UnitKind, UnitMark
@@ -109,6 +110,9 @@ def error_of_status(
     return Unavailable(f"the call failed on its way ({code.name.lower()}: {details})")
 
 
+_kinds = lru_cache(64)(UnitKind)  # a prompt has many points, of few kinds
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerId:
     """Who asks: a token, and whether it came from the handover socket."""
@@ -133,9 +137,7 @@ def join_hashes(hashes: Sequence[bytes]) -> bytes:
     """Concatenated hashes. Raises ``InvalidArgument`` for a wrong length or too many."""
     if len(hashes) > MAX_HASHES:
         raise InvalidArgument(f"{len(hashes)} hashes in one call; send at most {MAX_HASHES}")
-    for index, value in enumerate(hashes):
-        if not isinstance(value, bytes) or len(value) != HASH_BYTES:
-            raise InvalidArgument(f"hash {index} is no bytes of length {HASH_BYTES}: {value[:40]!r}")
+    check_hashes(hashes)
     return b"".join(hashes)
 
 
@@ -200,9 +202,8 @@ def match_response(match: Match) -> pb.MatchResponse:
         unit_blocks=match.unit_blocks,
         stored_blocks=match.stored_blocks,
         reason=match.reason.value,
-        persist_points=[
-            pb.PersistPoint(tokens=point.tokens, kinds=int(point.kinds)) for point in match.persist_points
-        ],
+        persist_tokens=[point.tokens for point in match.persist_points],
+        persist_kinds=[point.kinds for point in match.persist_points],
         interval=match.interval,
         epoch=match.epoch,
     )
@@ -218,9 +219,7 @@ def match_of(response: pb.MatchResponse) -> Match:
         unit_blocks=response.unit_blocks,
         stored_blocks=response.stored_blocks,
         reason=MissReason(response.reason),
-        persist_points=tuple(
-            PersistPoint(point.tokens, UnitKind(point.kinds)) for point in response.persist_points
-        ),
+        persist_points=tuple(map(PersistPoint, response.persist_tokens, map(_kinds, response.persist_kinds))),
         interval=response.interval,
         epoch=response.epoch if response.HasField("epoch") else None,
     )

@@ -24,6 +24,7 @@ from kvstore.store import Store
 from kvstore.tickets import unknown_ticket
 from kvstore.v1 import kvstore_pb2 as pb
 from server.credentials import Caller, Credentials, Evidence
+from server.interception import Wrapping
 from server.operators import OPERATOR
 from server.refusals import refuse
 from server.streams import Context
@@ -41,23 +42,18 @@ def caller() -> Caller:
     return _caller.get()
 
 
-class Identifying(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class Identifying(Wrapping):
     """Lets calls of our services through that come from a known caller."""
 
     def __init__(self, credentials: Credentials, workers: Collection[WorkerTable], tally: Tally) -> None:
+        super().__init__()
         self._credentials = credentials
         self._workers = workers
         self._tally = tally
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """See ``grpc.aio.ServerInterceptor``."""
-        handler = await continuation(handler_call_details)
-        _, service, verb = handler_call_details.method.split("/")
-        if handler is None or service not in (wire.SERVICE, OPERATOR):
+    def wrap(self, handler: Any, service: str, verb: str) -> Any:
+        """See ``Wrapping``."""
+        if service not in (wire.SERVICE, OPERATOR):
             return handler
         return _preceded(handler, functools.partial(self._admit, service, verb))
 

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from kvstore import wire
+from server.interception import Wrapping
 
 _Deserialize = Callable[[bytes], Any]
 
 
-class Decoding(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class Decoding(Wrapping):
     """Makes a ``DecodeError`` of a unary request the request itself.
 
     gRPC would answer UNKNOWN and write a traceback for each. In a stream the error comes where
     the service reads it.
     """
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """See ``grpc.aio.ServerInterceptor``."""
-        handler = await continuation(handler_call_details)
-        ours = handler_call_details.method.startswith(f"/{wire.SERVICE}/")
-        if handler is None or handler.unary_unary is None or not ours:
+    def wrap(self, handler: Any, service: str, verb: str) -> Any:
+        """See ``Wrapping``."""
+        if handler.unary_unary is None or service != wire.SERVICE:
             return handler
         return grpc.unary_unary_rpc_method_handler(
             handler.unary_unary,

@@ -42,16 +42,8 @@ class MatchRequest(_message.Message):
     counted: int
     def __init__(self, namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., align: _Optional[int] = ..., store: bool = ..., counted: _Optional[int] = ...) -> None: ...
 
-class PersistPoint(_message.Message):
-    __slots__ = ("tokens", "kinds")
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    KINDS_FIELD_NUMBER: _ClassVar[int]
-    tokens: int
-    kinds: int
-    def __init__(self, tokens: _Optional[int] = ..., kinds: _Optional[int] = ...) -> None: ...
-
 class MatchResponse(_message.Message):
-    __slots__ = ("blocks", "host_blocks", "disk_blocks", "unit", "unit_blocks", "stored_blocks", "reason", "persist_points", "interval", "epoch")
+    __slots__ = ("blocks", "host_blocks", "disk_blocks", "unit", "unit_blocks", "stored_blocks", "reason", "interval", "epoch", "persist_tokens", "persist_kinds")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -59,9 +51,10 @@ class MatchResponse(_message.Message):
     UNIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    PERSIST_POINTS_FIELD_NUMBER: _ClassVar[int]
     INTERVAL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PERSIST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PERSIST_KINDS_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     host_blocks: int
     disk_blocks: int
@@ -69,10 +62,11 @@ class MatchResponse(_message.Message):
     unit_blocks: int
     stored_blocks: int
     reason: str
-    persist_points: _containers.RepeatedCompositeFieldContainer[PersistPoint]
     interval: int
     epoch: int
-    def __init__(self, blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., unit: _Optional[bytes] = ..., unit_blocks: _Optional[int] = ..., stored_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., persist_points: _Optional[_Iterable[_Union[PersistPoint, _Mapping]]] = ..., interval: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    persist_tokens: _containers.RepeatedScalarFieldContainer[int]
+    persist_kinds: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., unit: _Optional[bytes] = ..., unit_blocks: _Optional[int] = ..., stored_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., interval: _Optional[int] = ..., epoch: _Optional[int] = ..., persist_tokens: _Optional[_Iterable[int]] = ..., persist_kinds: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Readers(_message.Message):
     __slots__ = ("group", "count")
