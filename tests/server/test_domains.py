@@ -345,13 +345,13 @@ def test_credentials_that_blur_the_domains_are_refused(tmp_path: Path, name: str
 
 
 MOVES = {
-    "a tenant": (entry("x", "uid = 1", ["t"]), entry("x", "uid = 2", ["t"], B)),
-    "a uid": (entry("x", "uid = 1", ["t"], "map = true"), entry("x", "uid = 1", ["u"], f"map = true\n{B}")),
-    "one of all": (
+    "a-tenant": (entry("x", "uid = 1", ["t"]), entry("x", "uid = 2", ["t"], B)),
+    "a-uid": (entry("x", "uid = 1", ["t"], "map = true"), entry("x", "uid = 1", ["u"], f"map = true\n{B}")),
+    "one-of-all": (
         entry("x", "uid = 1", ["*"]),
         entry("x", "uid = 1", ["*"]) + entry("y", "uid = 2", ["t"], B),
     ),
-    "one of all that are no more": (entry("x", "uid = 1", ["*"]), entry("y", "uid = 2", ["t"], B)),
+    "one-of-all-that-are-no-more": (entry("x", "uid = 1", ["*"]), entry("y", "uid = 2", ["t"], B)),
 }
 
 
