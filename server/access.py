@@ -8,7 +8,7 @@ answered as what does not exist.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -37,10 +37,15 @@ _CERTIFICATE_NAMES = "x509_subject_alternative_name"
 _caller: ContextVar[Caller] = ContextVar("caller")  # of the call that this task answers
 
 
+def caller() -> Caller:
+    """Who calls. Raises ``LookupError`` where no call is being answered."""
+    return _caller.get()
+
+
 class Identifying(Wrapping):
     """Lets calls of our services through that come from a known caller."""
 
-    def __init__(self, credentials: Credentials, workers: WorkerTable, tally: Tally) -> None:
+    def __init__(self, credentials: Credentials, workers: Collection[WorkerTable], tally: Tally) -> None:
         super().__init__()
         self._credentials = credentials
         self._workers = workers
@@ -72,7 +77,8 @@ class Identifying(Wrapping):
         if names:
             return Evidence(names=tuple(name.decode(errors="replace") for name in names))
         if wire.WORKER_KEY in given and context.peer().startswith("unix:"):
-            return Evidence(uid=self._workers.uid_of(given[wire.WORKER_KEY]))
+            uids = (table.uid_of(given[wire.WORKER_KEY]) for table in self._workers)
+            return Evidence(uid=next((uid for uid in uids if uid is not None), None))
         return Evidence()
 
 
@@ -101,14 +107,17 @@ def _preceded(handler: Any, admit: Callable[[Context], Awaitable[None]]) -> Any:
 
 
 class Access:
-    """What the caller of the running call may name. Without a caller everything raises ``LookupError``."""
+    """What the caller of the running call may name in its domain's store.
+
+    Without a caller everything raises ``LookupError``.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def require(self, namespace: Namespace) -> Namespace:
         """A namespace to be opened. Raises ``NotCovered``, whether or not there is such a tenant."""
-        if not _caller.get().covers(namespace.tenant):
+        if not caller().covers(namespace.tenant):
             raise NotCovered(
                 f"tenant {namespace.tenant[:80]!r} is not covered by this credential; name one that is"
             )
@@ -117,25 +126,25 @@ class Access:
     def space(self, digest: bytes) -> Space:
         """An open namespace. Raises ``NamespaceUnknown``, ``InvalidArgument``."""
         space = self._store.space(wire.digest(digest))
-        if not _caller.get().covers(space.namespace.tenant):
+        if not caller().covers(space.namespace.tenant):
             raise unknown_namespace(digest)
         return space
 
     def worker(self, message: pb.Worker) -> Worker:
         """The worker that a message names, among this caller's. Raises ``InvalidArgument``."""
         named = wire.worker_of(message)
-        return Worker(_caller.get(), named.token, named.mapped)
+        return Worker(caller(), named.token, named.mapped)
 
     def ticket(self, ticket: int) -> int:
         """A ticket. Raises ``TicketUnknown``."""
-        if not _caller.get().covers(self._store.tenant_of_ticket(ticket)):
+        if not caller().covers(self._store.tenant_of_ticket(ticket)):
             raise unknown_ticket(ticket)
         return ticket
 
     def status(self, status: Status) -> Status:
         """What this caller may see of the store's status: totals say what other tenants do."""
-        caller = _caller.get()
-        if caller.operator or caller.tenants is None:
+        asking = caller()
+        if asking.operator or asking.tenants is None:
             return status
         return Status(
             host=replace(status.host, used_bytes=0, blocks=0),

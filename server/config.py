@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -26,9 +28,12 @@ from kvstore.address import UNIX, Address
 from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.settings import Admit, CodecName, PayloadKind, Policy, StoreSettings
 from kvstore.units import DEFAULT_INTERVAL
+from server.credentials import DEFAULT_DOMAIN
 
 ENV_PREFIX = "LATENTKV_"
+DOMAINS = "domains"  # in the data directory: a directory for each domain but the first
 ARENA_SUFFIX = ".arena"  # the handover socket lies beside the gRPC socket
+_DOMAIN_NAME = re.compile("[a-z0-9][a-z0-9-]{0,31}")
 _MAX_SOCKET_PATH = 107 - len(ARENA_SUFFIX)  # sun_path holds 108 bytes with its final zero
 
 
@@ -54,6 +59,24 @@ def _check_listen(listen: str) -> str:
     return listen
 
 
+class DomainSizes(BaseModel):
+    """What a further trust domain has for itself, in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host_bytes: ByteSize
+    disk_bytes: ByteSize
+
+
+def _check_domains(domains: dict[str, DomainSizes]) -> dict[str, DomainSizes]:
+    for name in domains:
+        if not _DOMAIN_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a domain; write up to 32 of a-z, 0-9 and -")
+        if name == DEFAULT_DOMAIN:
+            raise ValueError(f"there is {name!r} already, with host_bytes and disk_bytes; take another name")
+    return domains
+
+
 def default_listen(data: Path) -> str:
     """A socket under the user's runtime directory, or in the data directory if there is none."""
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
@@ -68,7 +91,7 @@ def _read_map(given: object) -> object:
     try:
         return json.loads(given)
     except ValueError:
-        raise ValueError('write JSON, such as {"acme": "100GiB"}') from None
+        raise ValueError('write JSON, such as {"acme": "100GiB"}, or a table in the file') from None
 
 
 class Config(BaseSettings):
@@ -79,6 +102,9 @@ class Config(BaseSettings):
     data: Path
     listen: Annotated[str, AfterValidator(_check_listen)] | None = None
     credentials: Path | None = None
+    domains: Annotated[
+        dict[str, DomainSizes], NoDecode, BeforeValidator(_read_map), AfterValidator(_check_domains)
+    ] = {}
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
@@ -110,9 +136,20 @@ class Config(BaseSettings):
         """Where to listen: ``unix:///path``, ``host:port`` or ``tls://host:port``."""
         return self.listen or default_listen(self.data)
 
-    def store_settings(self) -> StoreSettings:
-        """The store's share. Raises ``InvalidArgument``, whose message starts with the setting's name."""
-        return StoreSettings(**self.model_dump(include=set(StoreSettings.__dataclass_fields__)))
+    def store_settings(self, domain: str = DEFAULT_DOMAIN) -> StoreSettings:
+        """A domain's store. Raises ``InvalidArgument``, whose message starts with the setting's name."""
+        first = StoreSettings(**self.model_dump(include=set(StoreSettings.__dataclass_fields__)))
+        if domain == DEFAULT_DOMAIN:
+            return first
+        sizes = self.domains[domain].model_dump()
+        try:
+            return replace(first, data=self.data / DOMAINS / domain, **sizes)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"domains.{domain}.{error}") from None
+
+    def stores(self) -> dict[str, StoreSettings]:
+        """The settings of each domain's store, the first one's first. Raises as ``store_settings``."""
+        return {domain: self.store_settings(domain) for domain in (DEFAULT_DOMAIN, *self.domains)}
 
 
 def sources(flags: Mapping[str, str | None], file: str | None = None) -> dict[str, str]:
@@ -132,10 +169,10 @@ def load(flags: Mapping[str, str | None], file: str | None = None) -> Config:
     except ValidationError as error:
         raise ConfigError(origin.describe(error)) from None
     try:
-        config.store_settings()
+        config.stores()
         _check_reach(config)
     except (InvalidArgument, ValueError) as error:
-        name = str(error).partition("=")[0]
+        name = re.split(r"[=.]", str(error))[0]
         raise ConfigError(f"{error} ({origin.source(name)})") from None
     return config
 
@@ -162,6 +199,11 @@ def _check_reach(config: Config) -> None:
     if not address.local and config.credentials is None:
         raise ValueError(
             f"listen={config.address!r} is beyond loopback and needs credentials; set that to a file of them"
+        )
+    if config.domains and config.credentials is None:
+        raise ValueError(
+            f"domains={', '.join(config.domains)} need credentials, which say who is of which; set that to a"
+            " file of them"
         )
     if config.credentials and config.http and not Address.parse(config.http).local:
         raise ValueError(
@@ -218,6 +260,8 @@ class _Origin:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
         source = self.source(str(first["loc"][0]))
+        if first["type"] == "missing" and len(first["loc"]) > 1:
+            return f"{name} is not set ({source}): a domain has memory and disk of its own; add it"
         if first["type"] == "missing":
             return f"{name} is not set: give --{name}, {ENV_PREFIX}{name.upper()}, or {name} in the TOML file"
         if first["type"] == "extra_forbidden":

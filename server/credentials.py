@@ -1,7 +1,7 @@
 """Who may do what: callers, what proves them, and the file that an operator keeps of both.
 
-A caller is who a call comes from: it has a set of tenants. What proves it is a bearer token,
-a verified client certificate, or, on this host, the uid of its process.
+A caller is who a call comes from: it has a set of tenants, all of one trust domain. What proves
+it is a bearer token, a verified client certificate, or, on this host, the uid of its process.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import secrets
 import stat
 import tomllib
 from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
@@ -21,9 +22,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvstore.errors import KVStoreError
 
-ALL = "*"  # in the file: every tenant
+ALL = "*"  # in the file: every tenant that is of no other domain
+DEFAULT_DOMAIN = "default"  # of who names none
+_TENANT = "tenant"
 _TOKEN_PREFIX = "latentkv_"
 _TOKEN = re.compile(_TOKEN_PREFIX + r"[A-Za-z0-9_-]{43}")  # 32 random bytes, so that a plain hash keeps them
+
+
+Subject = tuple[str, str | int]  # a kind, tenant or of a proof, and its value
 
 
 class CredentialsError(KVStoreError):
@@ -35,13 +41,15 @@ class Caller:
     """Who calls, and what that allows. Equal callers are one: what one holds is the other's too."""
 
     name: str
-    tenants: frozenset[str] | None  # None is all
-    operator: bool = False  # may use the operators' service, which shows every tenant
-    maps: bool = False  # may map the arena, and so see every tenant's blocks in it
+    tenants: frozenset[str] | None  # None is all but the foreign ones
+    operator: bool = False  # may use the operators' service, which shows every tenant of the domain
+    maps: bool = False  # may map the domain's arena, and so see its tenants' blocks there
+    domain: str = DEFAULT_DOMAIN
+    foreign: frozenset[str] = frozenset()  # tenants of other domains
 
     def covers(self, tenant: str) -> bool:
         """Whether it may have to do with this tenant's blocks."""
-        return self.tenants is None or tenant in self.tenants
+        return tenant not in self.foreign if self.tenants is None else tenant in self.tenants
 
 
 EVERYONE = Caller("everyone", None, operator=True, maps=True)
@@ -77,15 +85,20 @@ class Unguarded:
 class CredentialFile:
     """The callers of a TOML file, which names each with one proof and its tenants."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ``CredentialsError``."""
+    def __init__(self, path: Path, domains: Collection[str] = (DEFAULT_DOMAIN,)) -> None:
+        """``domains`` are those that the daemon has. Raises ``CredentialsError``."""
         self._path = path
+        self._borders = Borders(domains)
         self.reload()
 
     def reload(self) -> None:
         """Read the file again. Raises ``CredentialsError``; then what was known stays in force."""
         listed = _read(self._path).credential
-        self._by_proof = {each.proof: each.caller() for each in listed}
+        try:
+            self._borders.settle(listed)
+        except ValueError as error:
+            raise CredentialsError(f"{self._path}: {error}") from None
+        self._by_proof = {each.proof: each.caller(self._borders) for each in listed}
 
     def __len__(self) -> int:
         return len(self._by_proof)
@@ -100,11 +113,50 @@ class CredentialFile:
         return next((caller for caller in found if caller), None)
 
 
+class Borders:
+    """Which domain each tenant and each proof is of: one, for as long as the daemon runs.
+
+    What moved would leave blocks in the memory of the domain that it came from, or go on to map that.
+    """
+
+    def __init__(self, domains: Collection[str]) -> None:
+        self._domains = domains
+        self._of: dict[Subject, str] = {}
+
+    def settle(self, listed: Iterable[_Entry]) -> None:
+        """Draw them by a file's entries, too. Raises ``ValueError``; then nothing has changed."""
+        of, rest = dict(self._of), self._of.get((_TENANT, ALL))
+        for each in listed:
+            if each.domain not in self._domains:
+                raise ValueError(
+                    f"credential {each.name!r} is of the domain {each.domain!r}, and the daemon has"
+                    f" {', '.join(self._domains)}; name one of these, or give it memory and disk in the"
+                    " setting domains"
+                )
+            for subject in (each.proof, *((_TENANT, tenant) for tenant in each.tenants)):
+                known = of.get(subject) or (rest if subject[0] == _TENANT else None) or each.domain
+                if known != each.domain:
+                    kind, name = subject
+                    raise ValueError(
+                        f"credential {each.name!r} is of the domain {each.domain!r}, and its {kind}"
+                        f" {name!r} of {known!r}; name one domain for it (restart the daemon if it has moved)"
+                    )
+                of[subject] = known
+        self._of = of
+
+    def foreign(self, domain: str) -> frozenset[str]:
+        """Tenants of other domains."""
+        return frozenset(
+            str(name) for (kind, name), of in self._of.items() if kind == _TENANT and of != domain
+        )
+
+
 class _Entry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[\w.@-]+$")  # for logs
     tenants: tuple[str, ...] = ()
+    domain: str = DEFAULT_DOMAIN
     operator: bool = False
     map: bool = False
     token_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
@@ -122,14 +174,16 @@ class _Entry(BaseModel):
         return self
 
     @property
-    def proof(self) -> tuple[str, str | int]:
+    def proof(self) -> Subject:
         if self.token_sha256 is not None:
             return "token", self.token_sha256
         return ("uid", self.uid) if self.uid is not None else ("certificate", self.certificate or "")
 
-    def caller(self) -> Caller:
-        tenants = None if ALL in self.tenants else frozenset(self.tenants)
-        return Caller(self.name, tenants, self.operator, self.map)
+    def caller(self, borders: Borders) -> Caller:
+        every = ALL in self.tenants
+        tenants = None if every else frozenset(self.tenants)
+        foreign = borders.foreign(self.domain) if every else frozenset()
+        return Caller(self.name, tenants, self.operator, self.map, self.domain, foreign)
 
 
 class _File(BaseModel):
@@ -139,7 +193,7 @@ class _File(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        said: list[tuple[str, str | int]] = []
+        said: list[Subject] = []
         for each in self.credential:
             said += [("name", each.name), each.proof]
         for (what, value), count in Counter(said).items():

@@ -1,7 +1,7 @@
-"""The handover socket: gives the arena's memfd to workers of this host and learns of their death.
+"""The handover socket: gives an arena's memfd to workers of this host and learns of their death.
 
 A plain unix stream socket beside the gRPC one. A process whose uid is known gets one line of
-JSON, with the memfd if its caller may map the arena, and then keeps the connection open: its
+JSON, with the memfd of its caller's domain if that may map it, and then keeps the connection open: its
 end of file is the worker's death, and frees what the worker held. The token in that line also
 says in gRPC calls whose they are, for gRPC does not tell the uid of a peer.
 """
@@ -13,6 +13,7 @@ import json
 import logging
 import socket
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvstore.arena import Arena
@@ -20,8 +21,8 @@ from kvstore.errors import Unavailable
 from kvstore.leases import Holder
 from kvstore.wire import HANDOVER_VERSION
 from server.credentials import Credentials, Evidence
+from server.domains import Domain
 from server.events import event
-from server.workers import WorkerTable
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +34,10 @@ _UCRED = struct.Struct("3i")  # pid, uid, gid
 class Handover:
     """Listens on ``path``. Owned by the event loop."""
 
-    def __init__(self, path: Path, arena: Arena, workers: WorkerTable, credentials: Credentials) -> None:
+    def __init__(self, path: Path, domains: Mapping[str, Domain], credentials: Credentials) -> None:
         self._path = path
         self._credentials = credentials
-        self._arena = arena
-        self._workers = workers
+        self._domains = domains
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -70,26 +70,23 @@ class Handover:
             if caller is None:
                 event(log, logging.WARNING, "worker_refused", pid=pid, uid=uid, reason="another user")
                 return
+            domain = self._domains[caller.domain]
             try:
-                holder = self._workers.admit(caller, uid)
+                holder = domain.workers.admit(caller, uid)
             except Unavailable as error:
                 event(log, logging.WARNING, "worker_refused", pid=pid, uid=uid, reason=error)
                 return
             name = holder.token[:4].hex()
             came = "worker_mapped" if holder.mapped else "worker_known"
-            event(log, logging.INFO, came, worker=name, pid=pid, uid=uid, caller=caller.name)
+            who = {"caller": caller.name, "domain": caller.domain}
+            event(log, logging.INFO, came, worker=name, pid=pid, uid=uid, **who)
             try:
-                self._greet(connection, holder)
+                _greet(connection, holder, domain.store.arena)
                 await _end_of_file(connection)
             except OSError as error:
                 event(log, logging.INFO, "worker_lost", worker=name, reason=error.strerror or error)
-            self._workers.dismiss(holder)
+            domain.workers.dismiss(holder)
             event(log, logging.INFO, "worker_gone", worker=name, pid=pid)
-
-    def _greet(self, connection: socket.socket, holder: Holder) -> None:
-        nbytes, descriptors = (self._arena.nbytes, [self._arena.fd]) if holder.mapped else (0, [])
-        hello = {"version": HANDOVER_VERSION, "worker": holder.token.hex(), "arena_bytes": nbytes}
-        socket.send_fds(connection, [json.dumps(hello).encode() + b"\n"], descriptors)
 
     async def close(self) -> None:
         """Stop, keeping what connected workers hold: the store must be closed by now.
@@ -102,6 +99,12 @@ class Handover:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._listener.close()
+
+
+def _greet(connection: socket.socket, holder: Holder, arena: Arena) -> None:
+    nbytes, descriptors = (arena.nbytes, [arena.fd]) if holder.mapped else (0, [])
+    hello = {"version": HANDOVER_VERSION, "worker": holder.token.hex(), "arena_bytes": nbytes}
+    socket.send_fds(connection, [json.dumps(hello).encode() + b"\n"], descriptors)
 
 
 async def _end_of_file(connection: socket.socket) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from pydantic import ByteSize
 
 from kvstore import wire
 from kvstore.address import UNIX, Address
@@ -25,24 +26,21 @@ from kvstore.errors import KVStoreError
 from kvstore.observer import Observer
 from kvstore.settings import StoreSettings
 from kvstore.store import Store
-from kvstore.v1 import kvstore_pb2_grpc, operator_pb2_grpc
 from server.access import Identifying
 from server.config import ARENA_SUFFIX, Config
-from server.credentials import CredentialFile, Credentials, CredentialsError, Unguarded
+from server.credentials import DEFAULT_DOMAIN, CredentialFile, Credentials, CredentialsError, Unguarded
 from server.decoding import Decoding
+from server.domains import Domain, add_services
 from server.events import event
 from server.faults import FaultLog
 from server.handover import Handover
 from server.health import Health
-from server.history import STEP_SECONDS, History
-from server.operators import OPERATOR, OperatorService
+from server.history import STEP_SECONDS
+from server.operators import OPERATOR
 from server.pages import Pages
-from server.record import RequestRecord
-from server.service import KVStoreService
-from server.tally import Tally, Worth
+from server.reporter import Reporter
 from server.tls import server_credentials
 from server.web import WebServer
-from server.workers import WorkerTable
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +63,12 @@ OpenStore = Callable[[StoreSettings, Observer], Awaitable[Store]]
 
 
 async def open_store(settings: StoreSettings, observer: Observer) -> Store:
-    """The store of a daemon. Raises as ``Store.open``."""
+    """A store of a daemon. Raises as ``Store.open``."""
     return await Store.open(settings, observer=observer)
 
 
 class Daemon:
-    """One store behind one gRPC server, and a handover socket if that is a unix socket."""
+    """A store for each domain behind one gRPC server, and a handover socket if that is a unix socket."""
 
     def __init__(self, config: Config, open_store: OpenStore = open_store) -> None:
         self._config = config
@@ -78,11 +76,11 @@ class Daemon:
         self._address = config.address
         self._credentials: Credentials = Unguarded()
         self._health = Health()
-        self._tally = Tally(Worth(config.prefill_rate, config.gpu_hour_price))
-        self._record = RequestRecord(config.record_bytes)
         self._faults = FaultLog()
-        self._history = History(self._tally)
-        self._pages = Pages(self._config, self._tally, self._health, self._history, self._faults)
+        self._stores = config.stores()
+        self._reporters = {name: Reporter(name, config, self._health, self._faults) for name in self._stores}
+        self._domains: dict[str, Domain] = {}  # that are open
+        self._pages = Pages(self._health, self._reporters)
         self._sampling: asyncio.Task[None] | None = None
         self._web: WebServer | None = None
         self._stop = asyncio.Event()
@@ -114,7 +112,7 @@ class Daemon:
         """Raises ``CredentialsError``."""
         if self._config.credentials is None:
             return
-        file = self._credentials = CredentialFile(self._config.credentials)
+        file = self._credentials = CredentialFile(self._config.credentials, tuple(self._stores))
 
         def reload() -> None:
             try:
@@ -131,13 +129,11 @@ class Daemon:
         # First, so that a daemon that takes long to start can say so.
         self._web = self._open_web()
         try:
-            self._store = await self._open_store(self._config.store_settings(), self._tally)
+            await self._open_domains()
         except BaseException:
-            await self._close_web()
+            await self._close()
             raise
         try:
-            # Twice, so that leases end by their own clock first, and say so.
-            self._workers = WorkerTable(self._store, idle_seconds=2 * self._config.lease_seconds)
             self._claim_sockets()
             await self._listen()
         except BaseException:
@@ -146,6 +142,12 @@ class Daemon:
         self._sweeping = asyncio.create_task(self._sweep())
         self._sampling = asyncio.create_task(self._sample())
         self._announce()
+
+    async def _open_domains(self) -> None:
+        for name, settings in self._stores.items():
+            reporter = self._reporters[name]
+            store = await self._open_store(settings, reporter.tally)
+            self._domains[name] = Domain(store, reporter, self._config)
 
     def _open_web(self) -> WebServer | None:
         if self._config.http is None:
@@ -157,10 +159,6 @@ class Daemon:
                 f"http={self._config.http!r} cannot be bound ({error.strerror}); choose another --http"
             ) from None
 
-    async def _close_web(self) -> None:
-        if self._web:
-            await self._web.close()
-
     def _claim_sockets(self) -> None:
         if not self._address.startswith(UNIX):
             return
@@ -171,27 +169,26 @@ class Daemon:
             self._sockets.append(each)
 
     async def _listen(self) -> None:
-        interceptors = [Identifying(self._credentials, self._workers, self._tally), Decoding()]
-        self._server = grpc.aio.server(interceptors=interceptors, options=_GRPC_OPTIONS)
-        self._service = KVStoreService(self._store, self._workers, self._tally, self._record)
-        kvstore_pb2_grpc.add_KVStoreServicer_to_server(self._service, self._server)
+        workers = [domain.workers for domain in self._domains.values()]
+        # Who is refused may be nobody's: it is counted with the first domain.
+        known = Identifying(self._credentials, workers, self._reporters[DEFAULT_DOMAIN].tally)
+        self._server = grpc.aio.server(interceptors=[known, Decoding()], options=_GRPC_OPTIONS)
+        add_services(self._domains, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
-        operator_pb2_grpc.add_OperatorServicer_to_server(
-            OperatorService(self._store, self._pages, self._record), self._server
-        )
         reflection.enable_server_reflection(
             (wire.SERVICE, OPERATOR, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         if self._sockets:
             # Before gRPC listens, so that whoever finds the daemon also finds its arena.
-            self._handover = Handover(self._sockets[1], self._store.arena, self._workers, self._credentials)
+            self._handover = Handover(self._sockets[1], self._domains, self._credentials)
             self._handover.start()
         self._address = self._bind(Address.parse(self._address))
         if self._config.credentials:
             for path in self._sockets:
                 path.chmod(0o666)  # credentials say who is served, and the directory who gets as far
         await self._server.start()
-        self._pages.serve(self._store, self._address)
+        for domain in self._domains.values():
+            domain.reporter.serve(domain.store, self._address)
         await self._health.serve()
 
     def _bind(self, address: Address) -> str:
@@ -214,54 +211,61 @@ class Daemon:
             ) from None
 
     def _announce(self) -> None:
-        status, settings = self._store.status(), self._config
-        pinned = "yes" if status.pinned else "no"
+        page, data = self._web.url if self._web else "off", self._config.data
+        event(log, logging.INFO, "serving", address=self._address, data=data, pid=os.getpid(), http=page)
+        first, *others = (self._described(name) for name in self._domains)
+        also = "".join(f"; {sizes}" for sizes in others)
+        print(f"latentkv: serving on {self._address} (data {data}, http {page}, {first}{also})", flush=True)
+
+    def _described(self, name: str) -> str:
+        status, settings = self._domains[name].store.status(), self._stores[name]
         host, disk = (
-            size.human_readable(separator=" ") for size in (settings.host_bytes, settings.disk_bytes)
+            ByteSize(size).human_readable(separator=" ")
+            for size in (settings.host_bytes, settings.disk_bytes)
         )
-        page = self._web.url if self._web else "off"
-        event(
-            log,
-            logging.INFO,
-            "serving",
-            address=self._address,
-            data=settings.data,
-            pid=os.getpid(),
-            http=page,
-        )
-        print(
-            f"latentkv: serving on {self._address} (data {settings.data}, http {page},"
-            f" host {host} pinned={pinned}, disk {disk}, {status.disk.blocks} blocks, {status.units} units)",
-            flush=True,
-        )
+        which = "" if name == DEFAULT_DOMAIN else f"domain {name}: "
+        pinned = "yes" if status.pinned else "no"
+        held = f"{status.disk.blocks} blocks, {status.units} units"
+        return f"{which}host {host} pinned={pinned}, disk {disk}, {held}"
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self._config.lease_seconds / 4)
-            self._workers.sweep(time.monotonic())
+            for domain in self._domains.values():
+                domain.workers.sweep(time.monotonic())
 
     async def _sample(self) -> None:
         while True:
-            self._history.keep(time.time())
+            for reporter in self._reporters.values():
+                reporter.history.keep(time.time())
             await asyncio.sleep(STEP_SECONDS)
 
     async def _drain(self) -> None:
         event(log, logging.INFO, "draining", deadline=self._config.drain_seconds)
         await self._health.drain()
-        self._service.drain()
+        for domain in self._domains.values():
+            domain.calls.drain()
         await self._server.stop(min(_STREAM_GRACE, self._config.drain_seconds))
 
     async def _shutdown(self) -> None:
         for task in (self._sweeping, self._sampling):
             if task:
                 task.cancel()
-        await self._store.close()
-        await self._close_web()
+        await self._close()
         if self._handover:
             await self._handover.close()
         for path in self._sockets:
             path.unlink(missing_ok=True)
         event(log, logging.INFO, "stopped", address=self._address)
+
+    async def _close(self) -> None:
+        closing = (domain.store.close() for domain in self._domains.values())  # all within one deadline
+        ends = await asyncio.gather(*closing, return_exceptions=True)
+        if self._web:
+            await self._web.close()
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
 
 
 def remove_stale_socket(path: Path) -> None:

@@ -1,14 +1,14 @@
 """The tally and the store's status as Prometheus metrics.
 
-A scrape asks the event loop for one ``Snapshot``; turning it into text happens in the
-thread of the scrape.
+A scrape asks the event loop for a ``Snapshot`` of each domain; turning them into text happens in
+the thread of the scrape.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from kvstore.api import MissReason, Status
+from server.credentials import DEFAULT_DOMAIN
 from server.tally import Tally, TenantTally, Worth
 
 # The store's counters that exist from the start, so that their first step shows as an increase.
@@ -41,55 +42,68 @@ COUNTERS = {
     "loads": "Loads begun",
 }
 _GAUGES = {
+    "latentkv_ready": "1 while the daemon accepts calls",
+    "latentkv_start_time_seconds": "When the daemon started, in unix time",
     "latentkv_dirty_blocks": "Blocks that are readable and not on disk yet",
     "latentkv_units": "Units that can be hit",
     "latentkv_leases": "Leases that are held",
     "latentkv_namespaces": "Open namespaces",
     "latentkv_arena_locked": "1 if the arena is locked in memory",
     "latentkv_host_only": "1 while the disk cannot be written",
-    "latentkv_ready": "1 while the daemon accepts calls",
-    "latentkv_start_time_seconds": "When the daemon started, in unix time",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one scrape shows, taken on the event loop."""
+    """What one scrape shows of a domain, taken on the event loop."""
 
     status: Status | None  # None until the store is open
-    ready: bool
-    started: float
     calls: dict[tuple[str, str], int]
     tenants: dict[str, TenantTally]
     worth: Worth
+    histograms: CollectorRegistry  # with locks of its own
 
 
-def snapshot(tally: Tally, status: Status | None, *, ready: bool) -> Snapshot:
+def snapshot(tally: Tally, status: Status | None) -> Snapshot:
     """Copy what the event loop goes on to change."""
     tenants = copy.deepcopy(tally.tenants)
-    return Snapshot(status, ready, tally.started, dict(tally.calls), tenants, tally.worth)
+    return Snapshot(status, dict(tally.calls), tenants, tally.worth, tally.registry)
 
 
-def exposition(tally: Tally, taken: Snapshot) -> bytes:
-    """The metrics page, in the text format of Prometheus."""
+def exposition(taken: Mapping[str, Snapshot], *, ready: bool, started: float) -> bytes:
+    """The metrics page, in the text format of Prometheus, from a snapshot of each domain."""
     page = CollectorRegistry()
-    page.register(_Families(taken))
-    return generate_latest(page) + generate_latest(tally.registry)
+    page.register(_Families(taken, {"latentkv_ready": ready, "latentkv_start_time_seconds": started}))
+    return generate_latest(page)
 
 
 class _Families(Collector):
-    def __init__(self, taken: Snapshot) -> None:
+    def __init__(self, taken: Mapping[str, Snapshot], whole: Mapping[str, float]) -> None:
         self._taken = taken
+        self._whole = whole
 
     def collect(self) -> Iterator[Metric]:
-        """All families of a snapshot."""
+        """All families; a series of another domain than the first has its name as a label."""
         yield InfoMetricFamily("latentkv_build", "The daemon's release", {"version": release()})
-        yield from _call_families(self._taken)
-        yield from _tenant_families(self._taken)
-        yield from _gauges(self._taken)
-        if self._taken.status is not None:
-            yield from _tier_families(self._taken.status)
-            yield from _store_counters(self._taken.status)
+        yield from _gauges(self._whole)
+        merged: dict[str, Metric] = {}
+        for domain, taken in self._taken.items():
+            label = {} if domain == DEFAULT_DOMAIN else {"domain": domain}
+            for family in _domain_families(taken):
+                samples = [each._replace(labels=label | each.labels) for each in family.samples]
+                known = merged.setdefault(family.name, family)
+                known.samples = samples if known is family else known.samples + samples
+        yield from merged.values()
+
+
+def _domain_families(taken: Snapshot) -> Iterator[Metric]:
+    yield from _call_families(taken)
+    yield from _tenant_families(taken)
+    if taken.status is not None:
+        yield from _status_gauges(taken.status)
+        yield from _tier_families(taken.status)
+        yield from _store_counters(taken.status)
+    yield from taken.histograms.collect()
 
 
 @functools.cache
@@ -142,11 +156,9 @@ def _tenant_families(taken: Snapshot) -> Iterator[Metric]:
     yield from families
 
 
-def _gauges(taken: Snapshot) -> Iterator[Metric]:
-    values: dict[str, float] = {"latentkv_ready": taken.ready, "latentkv_start_time_seconds": taken.started}
-    status = taken.status
-    if status is not None:
-        values |= {
+def _status_gauges(status: Status) -> Iterator[Metric]:
+    return _gauges(
+        {
             "latentkv_dirty_blocks": status.dirty_blocks,
             "latentkv_units": status.units,
             "latentkv_leases": status.leases,
@@ -154,6 +166,10 @@ def _gauges(taken: Snapshot) -> Iterator[Metric]:
             "latentkv_arena_locked": status.pinned,
             "latentkv_host_only": status.mode == "host_only",
         }
+    )
+
+
+def _gauges(values: Mapping[str, float]) -> Iterator[Metric]:
     for name, value in values.items():
         yield GaugeMetricFamily(name, _GAUGES[name], value)
 

@@ -19,9 +19,9 @@ from kvstore.store import Store
 from kvstore.v1 import operator_pb2 as pb
 from server.events import event
 from server.holdings import holdings, pin_held
-from server.pages import Pages
 from server.record import RequestRecord
 from server.report import trail_report
+from server.reporter import Reporter
 from server.streams import Context
 
 log = logging.getLogger(__name__)
@@ -52,17 +52,17 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
 class OperatorService:
     """Implements ``kvstore.v1.Operator``.
 
-    An operator sees every tenant: whoever may call this may know what each of them has stored.
+    An operator sees every tenant of a domain: whoever may call this may know what each has stored.
     """
 
-    def __init__(self, store: Store, pages: Pages, record: RequestRecord) -> None:
+    def __init__(self, store: Store, reporter: Reporter, record: RequestRecord) -> None:
         self._store = store
-        self._pages = pages
+        self._reporter = reporter
         self._record = record
 
     async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportResponse:
         """Everything an operator may want to see."""
-        report = self._pages.report()
+        report = self._reporter.report()
         if report is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the store is being opened; ask again")
         return pb.ReportResponse(report_json=report.to_json())

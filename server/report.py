@@ -84,10 +84,15 @@ class UnitReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything. ``why_not`` says why it is not ready, None if it is; times in unix seconds."""
+    """Everything of one of the daemon's ``domains``, but ``faults`` of all.
+
+    ``why_not`` says why it is not ready, None if it is; times in unix seconds.
+    """
 
     release: str
     address: str
+    domain: str
+    domains: list[str]
     data: str
     at: float
     started: float

@@ -31,7 +31,7 @@ SWITCHES = ("fail_writes", "fail_reads", "fail_frees", "lie_in_reads", "tear_wri
 
 
 class Control:
-    """Opens a daemon's store over switches, and obeys what comes on standard input."""
+    """Opens the store of a daemon of one domain over switches, and obeys what comes on standard input."""
 
     async def open_store(self, settings: StoreSettings, observer: Observer) -> Store:
         """See ``server.lifecycle.OpenStore``."""

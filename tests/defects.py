@@ -39,6 +39,7 @@ class Defect:
 
 
 K = "tests/kvstore/"
+DOMAINS = "tests/server/test_domains.py"
 DEFECTS = (
     # --- arena
     Defect(
@@ -303,6 +304,41 @@ DEFECTS = (
         "tests/server/test_failures.py",
     ),
     # --- session
+    Defect(
+        "domains: a worker gets the arena of the first one",
+        "server/handover.py",
+        "domain.store.arena)",
+        "self._domains['default'].store.arena)",
+        DOMAINS,
+    ),
+    Defect(
+        "domains: a call is answered by the first one",
+        "server/domains.py",
+        "behind[caller().domain]",
+        "behind['default']",
+        DOMAINS,
+    ),
+    Defect(
+        "domains: all tenants are those of other domains, too",
+        "server/credentials.py",
+        "return tenant not in self.foreign if self.tenants is None",
+        "return True if self.tenants is None",
+        DOMAINS,
+    ),
+    Defect(
+        "domains: what was among all tenants of one may move to another",
+        "server/credentials.py",
+        "(rest if subject[0] == _TENANT else None) or ",
+        "",
+        DOMAINS,
+    ),
+    Defect(
+        "domains: only the first one is closed in order",
+        "server/lifecycle.py",
+        "for domain in self._domains.values())  # all",
+        "for domain in list(self._domains.values())[:1])  # all",
+        DOMAINS,
+    ),
     Defect(
         "session: pool blocks are not kept while they wait to be stored",
         "mla/storing.py",

@@ -15,6 +15,7 @@ from rich.table import Table
 from kvstore.checking import Report
 from kvstore.checking import check as check_directory
 from server.commands.failures import NO, one_line
+from server.config import DOMAINS
 
 _SHOWN = 20  # faults that are listed; the JSON has all
 
@@ -34,6 +35,8 @@ def check(
         typer.echo(json.dumps(_as_json(report), indent=2))
     else:
         _show(report, Console())
+    for other in sorted((directory / DOMAINS).glob("*")):
+        typer.echo(f"latentkv: {other} is the store of another domain; check it, too", err=True)
     raise typer.Exit(0 if report.sound else NO)
 
 

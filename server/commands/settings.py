@@ -17,6 +17,7 @@ HELP = {
     "data": "Directory of the store; made if it does not exist.",
     "listen": "unix:///path, host:port on loopback, or tls://host:port. (a private socket)",
     "credentials": "TOML file of who may use which tenants. (whoever reaches it, all)",
+    "domains": 'Further trust domains, as JSON: {"b": {"host_bytes": "4GiB", "disk_bytes": "9GiB"}}. (none)',
     "tls_cert": "Certificate of a tls:// address, PEM.",
     "tls_key": "Its key, PEM.",
     "tls_client_ca": "Authority that every client must have a certificate of, PEM. (none)",

@@ -78,6 +78,8 @@ def _headline(report: Report) -> Text:
     style = "green" if state == "ready" else "bold red"
     text = Text(f"latentkv {report['release']} at {report['address']}: ")
     text.append(state, style)
+    if len(report["domains"]) > 1:
+        text.append(f", domain {report['domain']} of {', '.join(report['domains'])}")
     return text.append(f", up {duration(report['at'] - report['started'])}, data {report['data']}\n")
 
 

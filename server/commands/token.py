@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from server.commands.failures import WRONG, fail, one_line
-from server.credentials import hash_of, new_token
+from server.credentials import DEFAULT_DOMAIN, hash_of, new_token
 
 
 def token(
@@ -17,6 +17,7 @@ def token(
     out: Annotated[Path, typer.Option(help="Where the token goes; must not exist.", show_default=False)],
     tenants: Annotated[str, typer.Option(help="Tenants that it covers, such as search,chat; * is all.")] = "",
     operator: Annotated[bool, typer.Option("--operator", help="May use the operators' service.")] = False,
+    domain: Annotated[str, typer.Option(help="The trust domain that it is of.")] = DEFAULT_DOMAIN,
 ) -> None:
     """Make a token: its file is for the caller, what is printed belongs into the credentials file."""
     covered = [tenant for tenant in tenants.split(",") if tenant]
@@ -29,3 +30,5 @@ def token(
             file.write(made + "\n")
     typer.echo(f'[[credential]]\nname = "{name}"\ntoken_sha256 = "{hash_of(made)}"')
     typer.echo(f"tenants = {covered}" + ("\noperator = true" if operator else ""))
+    if domain != DEFAULT_DOMAIN:
+        typer.echo(f'domain = "{domain}"')

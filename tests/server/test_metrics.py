@@ -110,7 +110,8 @@ def test_what_left_the_disk_is_counted_by_cause_with_age_and_reuse() -> None:
     tally = Tally(Worth())
     tally.block_left(Departure.CAPACITY, 500.0)
     tally.unit_left(Departure.CAPACITY, 90_000.0, 3)
-    _, samples = parse(exposition(tally, snapshot(tally, None, ready=False)).decode())
+    page = exposition({"default": snapshot(tally, None)}, ready=False, started=0.0)
+    _, samples = parse(page.decode())
 
     def below(name: str, bound: str) -> float:
         return samples[f"latentkv_{name}_bucket", frozenset({"cause": "capacity", "le": bound}.items())]

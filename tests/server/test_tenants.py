@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,37 @@ def entry(name: str, proof: str, tenants: list[str], more: str = "") -> str:
     return f"[[credential]]\nname = {name!r}\n{proof}\ntenants = {tenants}\n{more}\n"
 
 
-class Estate:
+class Guarded:
     """A daemon that knows callers, and the tokens of those."""
 
-    def __init__(self, fleet: Fleet, path: Path, flags: Callable[..., list[str]], **settings: object) -> None:
+    daemon: DaemonProcess
+
+    def __init__(self, fleet: Fleet, path: Path, names: Iterable[str]) -> None:
         self.fleet = fleet
         self.file = path / "credentials.toml"
-        self.tokens = {name: new_token() for name in ("search", "chat", "both", "ops")}
-        self.write()
-        self.daemon: DaemonProcess = fleet.daemon(
-            *flags(credentials=self.file, log_level="debug", **settings)
+        self.tokens = {name: new_token() for name in names}
+
+    def client(self, name: str = "") -> Client:
+        """By a token, or by the uid that we are."""
+        made = kvstore.connect(
+            self.daemon.url, timeout=DEADLINE, identity=Identity(self.tokens[name]) if name else None
         )
+        self.fleet.clients.append(made)
+        return made
+
+    def stub(self, name: str = "", **metadata: str) -> Bare:
+        """Plain calls, with a token and whatever else."""
+        bearer = {"authorization": f"Bearer {self.tokens[name]}"} if name else {}
+        return Bare(self.daemon.url, tuple((bearer | metadata).items()))
+
+
+class Estate(Guarded):
+    """One of a single domain."""
+
+    def __init__(self, fleet: Fleet, path: Path, flags: Callable[..., list[str]], **settings: object) -> None:
+        super().__init__(fleet, path, ("search", "chat", "both", "ops"))
+        self.write()
+        self.daemon = fleet.daemon(*flags(credentials=self.file, log_level="debug", **settings))
         self.reads = 0
 
     def write(self, *, chat: bool = True, worker: str = "map = true") -> None:
@@ -87,19 +107,6 @@ class Estate:
         self.daemon.process.send_signal(signal.SIGHUP)
         self.reads += 1
         self.daemon.wait_for("event=credentials_read", self.reads)
-
-    def client(self, name: str = "") -> Client:
-        """By a token, or by our uid."""
-        made = kvstore.connect(
-            self.daemon.url, timeout=DEADLINE, identity=Identity(self.tokens[name]) if name else None
-        )
-        self.fleet.clients.append(made)
-        return made
-
-    def stub(self, name: str = "", **metadata: str) -> Any:
-        """Plain calls, with a token and whatever else."""
-        bearer = {"authorization": f"Bearer {self.tokens[name]}"} if name else {}
-        return Bare(self.daemon.url, tuple((bearer | metadata).items()))
 
 
 class Bare:
