@@ -23,7 +23,7 @@ from kvstore.settings import PayloadKind
 MATCH_BLOCKS = 2048  # a document of 128K tokens
 MATCHES = 50  # a round
 WARM_LOADS = 5  # a round
-WRITE_ARENAS = 4
+WRITE_ARENAS = 8
 RAW_BLOCKS = 512  # of one raw measurement, at most
 _LONG, _SHORT, _FILL = 0, 1, 2  # seeds of the documents that are there from the first round on
 # Match touches no payload, so a document of small blocks does where the measured one is too short.

@@ -33,7 +33,8 @@ from kvstore.settings import StoreSettings
 
 log = logging.getLogger(__name__)
 
-BATCH_BLOCKS = 32
+BATCH_BYTES = 128 << 20  # each batch costs a few syncs, which the device does between its writes
+BATCH_BLOCKS = 256  # and is one transaction of the catalogue
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ class DiskTier:
 
     def batch_blocks(self, block_bytes: int) -> int:
         """How many blocks of this size are written together."""
-        return max(1, min(BATCH_BLOCKS, self._map_bytes // 16 // block_bytes))
+        nbytes = min(BATCH_BYTES, self._map_bytes // 16)
+        return max(1, min(BATCH_BLOCKS, nbytes // block_bytes))
 
     @property
     def capacity_bytes(self) -> int:

@@ -119,14 +119,28 @@ class Pipeline:
         return stored
 
     async def _write(self, batch: Batch) -> list[Stored]:
-        encoded: list[Encoded] = []
-        if batch.layout is not None:
-            encoded = await self._in(self._hashing, self._disk.encode, batch.layout, batch.blocks)
+        # Beside each other, for the catalogue's sync waits behind the writes of the batch before.
+        # Both end, whatever becomes of the other: a thread may be reading the slots.
+        encoded, forgotten = await asyncio.gather(
+            self._encode(batch), self._forget(batch), return_exceptions=True
+        )
+        if isinstance(encoded, BaseException):
+            raise encoded
+        if isinstance(forgotten, BaseException):
+            raise forgotten
         if batch.leaving:
-            await self._in(self._catalog, self._disk.forget, batch.leaving.freed)
             await self._in(self._payloads, self._disk.free, batch.leaving.freed)
             batch.leaving.settle()
         return await self._in(self._payloads, self._disk.put, batch.block_bytes, encoded)
+
+    async def _encode(self, batch: Batch) -> list[Encoded]:
+        if batch.layout is None:
+            return []
+        return await self._in(self._hashing, self._disk.encode, batch.layout, batch.blocks)
+
+    async def _forget(self, batch: Batch) -> None:
+        if batch.leaving:
+            await self._in(self._catalog, self._disk.forget, batch.leaving.freed)
 
     async def name(self, batch: Batch, stored: Sequence[Stored], units: Sequence[UnitRecord]) -> None:
         """Name what ``place`` made durable, and units, in one transaction. Raises ``DiskError``."""
