@@ -138,8 +138,7 @@ DEFECTS = (
     Defect(
         "catalogue: payloads are freed before the catalogue has forgotten them",
         "kvstore/pipeline.py",
-        "            await self._in(self._catalog, self._disk.forget, batch.leaving.freed)\n"
-        "            await self._in(self._payloads, self._disk.free, batch.leaving.freed)\n",
+        "            await self._in(self._catalog, self._disk.forget, batch.leaving.freed)\n",
         "            await self._in(self._payloads, self._disk.free, batch.leaving.freed)\n"
         "            await self._in(self._catalog, self._disk.forget, batch.leaving.freed)\n",
         K + "test_store_faults.py",
