@@ -5,12 +5,18 @@
 
 Two vLLM servers of one small random model on this CPU, one with our connector over a real daemon, get
 the same prompts in turn. None was seen before: with the connector it is matched, computed and stored
-whole. A server's cost of a request is the processor time of its process, all threads, from that
-request's start to the next one's, so whatever is stored behind it counts too.
+whole. A server's cost of a request is the processor time of its process (scheduler and worker in one),
+all threads, from its start until all of it is stored. Only gloo's threads don't count: vLLM makes them
+for its ranks, and they poll by the clock.
+
+Two figures come of it. The *ratio* of the two servers has everything in it, also what vLLM itself does
+more with a connector, and the noise of two large numbers. The *parts* are what the engine's thread spends
+in the connector's methods, and what the connector's own threads spend: those that match, that store, that
+run gRPC. They have little noise, and miss what a connector costs vLLM's own code.
 
 The model is small, so the share is large: a real one computes many times as much for each byte that is
-stored. The milliseconds a request are the figure to take elsewhere. Run it on a quiet machine: processor
-time grows by a tenth and more where others share the cores.
+stored. The milliseconds are the figure to take elsewhere. Run it on a quiet machine: processor time grows
+by a tenth and more where others share the cores.
 """
 
 from __future__ import annotations
@@ -20,14 +26,18 @@ import multiprocessing
 import os
 import random
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass
+from functools import wraps
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -37,11 +47,98 @@ from benchmarks import arguments
 from benchmarks.arguments import Parser, machine, require_vllm, workplace, write_json
 from benchmarks.daemon import Daemon
 from benchmarks.options import BenchmarkError
-from benchmarks.ratios import Ratio
+from benchmarks.ratios import lower_bound
 from kvstore.layout import BLOCK_TOKENS
 
 VOCABULARY = 256
 _START_SECONDS = 300.0  # for a server to load, or to answer
+_IDLE_SECONDS = 0.001
+_STORE_SECONDS = 5.0  # for all of a prompt to be stored
+# Threads by the beginnings of their names, the first that fits.
+_PARTS = {
+    "latentkv-match": "match",
+    "latentkv-store": "store",
+    "latentkv-": "others",
+    "event_engine": "grpc",
+    "grpc": "grpc",
+    "lifeguard": "grpc",
+    "gloo": "polling",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Processor seconds of a server, of its life so far or of one request.
+
+    ``calls`` are those of the engine's thread inside the connector, ``others`` those of threads of
+    ours that neither match nor store; ``engine`` are those of all threads that are not ours.
+    """
+
+    engine: float
+    calls: float
+    match: float
+    store: float
+    others: float
+    grpc: float
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def parts(self) -> float:
+        """What is the connector's."""
+        return self.calls + self.match + self.store + self.others + self.grpc
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.engine + self.match + self.store + self.others + self.grpc
+
+
+def _seconds_by_part() -> dict[str, float]:
+    """Processor seconds of this process's threads so far."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    seconds: dict[str, float] = defaultdict(float)
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            name = names.get(int(task.name)) or (task / "comm").read_text()
+            part = next((part for prefix, part in _PARTS.items() if name.startswith(prefix)), "engine")
+            seconds[part] += int((task / "schedstat").read_text().split()[0]) / 1e9
+    return seconds
+
+
+class CallClock:
+    """Processor time of the calling thread inside the methods of a class."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = False  # one method may call another
+
+    def watch(self, watched: type) -> None:
+        """From now on its public methods are timed."""
+        for name, call in list(vars(watched).items()):
+            if isinstance(call, FunctionType) and not name.startswith("_"):
+                setattr(watched, name, self._timed(call))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def run(*given: Any, **named: Any) -> Any:
+            if self._inside:
+                return call(*given, **named)
+            self._inside, began = True, time.thread_time()
+            try:
+                return call(*given, **named)
+            finally:
+                self._inside = False
+                self.seconds += time.thread_time() - began
+
+        return run
+
+    def spent(self) -> Spent:
+        """So far."""
+        by_part = _seconds_by_part()
+        fields = ("match", "store", "others", "grpc")
+        return Spent(by_part["engine"], self.seconds, *(by_part[field] for field in fields))
 
 
 class Server:
@@ -64,13 +161,13 @@ class Server:
         self._process.join(30)
         self._process.kill()
 
-    def serve(self, prompt: list[int]) -> tuple[float, int]:
-        """Serve one; the process's processor seconds before it, and blocks stored by then."""
+    def serve(self, prompt: list[int]) -> tuple[Spent, int]:
+        """Serve one; what was spent for it, and blocks stored until now."""
         try:
             self._pipe.send(prompt)
             if not self._pipe.poll(_START_SECONDS):
                 raise BenchmarkError("a server does not answer")
-            answer: tuple[float, int] = self._pipe.recv()
+            answer: tuple[Spent, int] = self._pipe.recv()
         except (EOFError, ConnectionResetError, BrokenPipeError):
             raise BenchmarkError("a server ended; its last words are above") from None
         return answer
@@ -82,8 +179,11 @@ def _serve(pipe: Connection, url: str | None, model: Path, tokens: int) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     from vllm import LLM, SamplingParams
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+    from mla.adapters.vllm import LatentKVConnector
+
+    clock = CallClock()
+    clock.watch(LatentKVConnector)
     engine = LLM(
         model=str(model),
         skip_tokenizer_init=True,
@@ -91,19 +191,46 @@ def _serve(pipe: Connection, url: str | None, model: Path, tokens: int) -> None:
         max_model_len=tokens + 64,
         enforce_eager=True,
         attention_backend="CPU_MLA",  # whatever the processor has
+        compilation_config={"custom_ops": ["-rotary_embedding"]},  # vLLM's own is wrong for MLA on a CPU
         kv_transfer_config=None if url is None else _transfer_config(url),
     )
+    _rest_between_steps(engine.llm_engine.engine_core.engine_core)
     sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+    served = 0
     while True:
         try:
             prompt = pipe.recv()
         except (EOFError, ConnectionResetError):
             engine.llm_engine.engine_core.shutdown()
             return
-        stored = 0 if url is None else get_kv_transfer_group()._worker.counters()["stored_blocks"]
-        before = time.process_time()
+        before = clock.spent()
         engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-        pipe.send((before, stored))
+        served += 1
+        due = 0 if url is None else served * (len(prompt) // BLOCK_TOKENS)
+        end = time.monotonic() + _STORE_SECONDS
+        while (stored := _stored(url)) < due and time.monotonic() < end:
+            time.sleep(0.01)
+        pipe.send((clock.spent() - before, stored))
+
+
+def _rest_between_steps(core: Any) -> None:
+    """Sleep after a step that ran nothing: vLLM's servers do, its ``LLM`` in one process does not."""
+    step = core.step_fn
+
+    def step_and_rest() -> tuple[Any, bool]:
+        outputs, executed = step()
+        if not executed and core.scheduler.has_requests():
+            time.sleep(_IDLE_SECONDS)
+        return outputs, executed
+
+    core.step_fn = step_and_rest
+
+
+def _stored(url: str | None) -> int:
+    """Blocks that this server has stored."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return 0 if url is None else get_kv_transfer_group()._worker.counters()["stored_blocks"]
 
 
 def _transfer_config(url: str) -> dict[str, Any]:
@@ -143,20 +270,30 @@ def _save_model(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Processor seconds of each request, one by one, with the connector and without."""
+    """What each request cost, one by one, with the connector and without."""
 
-    ours: list[float]
-    bare: list[float]
+    ours: list[Spent]
+    bare: list[Spent]
     stored_blocks: int
 
     @property
-    def extra(self) -> float:
-        """Median of the differences, seconds."""
-        return median(one - other for one, other in zip(self.ours, self.bare, strict=True))
+    def ratios(self) -> list[float]:
+        return [one.total / other.total for one, other in zip(self.ours, self.bare, strict=True)]
 
     @property
-    def ratio(self) -> Ratio:
-        return Ratio.of(self.ours, self.bare)
+    def high(self) -> float:
+        """The bound that a bootstrap puts over the median of the ratios: nine of ten runs lie below it."""
+        return -lower_bound([-ratio for ratio in self.ratios])
+
+    @property
+    def extra(self) -> float:
+        """Median of the connector's parts, seconds."""
+        return median(one.parts for one in self.ours)
+
+    @property
+    def share(self) -> float:
+        """``extra`` of what a request costs without a connector."""
+        return self.extra / median(spent.total for spent in self.bare)
 
 
 def main(options: Sequence[str] | None = None) -> int:
@@ -167,7 +304,7 @@ def main(options: Sequence[str] | None = None) -> int:
 def _parse(options: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("miss_cost", "What a miss costs a vLLM worker.", arena="1GiB")
     add = parser.add_argument
-    add("--tokens", type=arguments.at_least(BLOCK_TOKENS), default=2048, metavar="N", help="a prompt [2048]")
+    add("--tokens", type=arguments.at_least(BLOCK_TOKENS), default=4096, metavar="N", help="a prompt [4096]")
     add("--requests", type=arguments.at_least(2), default=12, metavar="N", help="of each server [12]")
     return parser.parse_args(options)
 
@@ -184,39 +321,54 @@ def _benchmark(options: argparse.Namespace, console: Console) -> None:
         options.json,
         {
             "about": machine() | {"tokens": options.tokens, "requests": options.requests},
-            "cpu_seconds": {"connector": cost.ours, "none": cost.bare},
-            "extra_seconds": cost.extra,
-            "ratio": cost.ratio.ratio,
+            "cpu_seconds": {
+                "connector": [asdict(spent) for spent in cost.ours],
+                "none": [asdict(spent) for spent in cost.bare],
+            },
+            "ratio": median(cost.ratios),
+            "ratio_high": cost.high,
+            "parts_seconds": cost.extra,
+            "parts_share": cost.share,
             "stored_blocks": cost.stored_blocks,
         },
     )
 
 
 def _measure(url: str, model: Path, options: argparse.Namespace) -> Cost:
-    marks: dict[bool, list[tuple[float, int]]] = {True: [], False: []}
+    marks: dict[bool, list[tuple[Spent, int]]] = {True: [], False: []}
     with Server(url, model, options.tokens) as ours, Server(None, model, options.tokens) as bare:
-        for seed in range(options.requests + 2):  # the first warms up, the last only ends the one before
+        for seed in range(options.requests + 1):  # the first warms up
             prompt = random.Random(seed).choices(range(VOCABULARY), k=options.tokens)
             order = (True, False) if seed % 2 else (False, True)
             for connected in order:
                 marks[connected].append((ours if connected else bare).serve(prompt))
     stored = marks[True][-1][1]
-    if stored < options.requests * (options.tokens // BLOCK_TOKENS):
-        raise BenchmarkError(f"only {stored} blocks were stored: this would be no measure of a miss")
-    times = {which: [mark[0] for mark in some] for which, some in marks.items()}
-    spent = {which: [after - before for before, after in pairwise(some[1:])] for which, some in times.items()}
+    if stored != (options.requests + 1) * (options.tokens // BLOCK_TOKENS):
+        raise BenchmarkError(f"{stored} blocks were stored, not all: this would be no measure of a miss")
+    spent = {which: [one for one, _ in some[1:]] for which, some in marks.items()}
     return Cost(spent[True], spent[False], stored)
 
 
 def _table(cost: Cost, tokens: int) -> Table:
-    made = Table(title=f"A prompt of {tokens:,} tokens that misses: processor time of a vLLM worker")
-    made.add_column("")
-    made.add_column("a request", justify="right")
-    made.add_row("with the connector, p50", f"{1000 * median(cost.ours):.1f} ms")
-    made.add_row("without, p50", f"{1000 * median(cost.bare):.1f} ms")
-    made.add_row("difference, p50 of pairs", f"{1000 * cost.extra:.1f} ms")
-    made.add_row("ratio, p50 of pairs", f"{cost.ratio.ratio:.4f}")
-    made.add_row("blocks stored", f"{cost.stored_blocks:,}")
+    made = Table(title=f"A prompt of {tokens:,} tokens that misses: processor time of a vLLM server, p50")
+    for name in ("", "with", "without"):
+        made.add_column(name, justify="right" if name else "left")
+    for label, part in (
+        ("all threads", "total"),
+        ("engine's thread, in the connector", "calls"),
+        ("threads of Match", "match"),
+        ("thread of the stores", "store"),
+        ("threads of gRPC", "grpc"),
+        ("our other threads", "others"),
+    ):
+        sides = (f"{1000 * median(map(attrgetter(part), side)):.2f} ms" for side in (cost.ours, cost.bare))
+        made.add_row(label, *sides)
+    made.add_row("parts in all", f"{1000 * cost.extra:.2f} ms", "")
+    made.add_row("of a request without", f"{100 * cost.share:.2f}%", "")
+    ratios = f"{min(cost.ratios):.3f}-{max(cost.ratios):.3f}"
+    made.add_row("ratio of all threads", f"{median(cost.ratios):.4f}", ratios)
+    made.add_row("its upper 10% bound", f"{cost.high:.4f}", "")
+    made.add_row("blocks stored", f"{cost.stored_blocks:,}", "")
     return made
 
 

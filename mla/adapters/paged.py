@@ -50,6 +50,7 @@ class PagedCache:
         self._cuda = self._device.type == "cuda"
         shape = (BATCH, layout.block_bytes)
         self._staging = torch.empty(shape, dtype=torch.uint8, pin_memory=self._cuda)
+        self._gathered = torch.empty(shape[1:], dtype=torch.uint8, device=self._device)
         self._outgoing = torch.empty(shape[1:], dtype=torch.uint8, pin_memory=self._cuda)
         self._writing = threading.Lock()  # over the staging buffer
         self._reading = threading.Lock()  # over the outgoing one
@@ -80,13 +81,23 @@ class PagedCache:
     def _read(self, place: Place, out: memoryview) -> None:
         with self._reading:
             with self._stream(1):
-                pages = torch.tensor(place, device=self._device)
-                gathered = torch.cat([rows.index_select(0, pages).reshape(-1) for rows in self._rows])
+                data = torch.frombuffer(out, dtype=torch.uint8)
+                self._gather(place, self._gathered if self._cuda else data)
                 if self._cuda:
-                    self._outgoing.copy_(gathered, non_blocking=True)
+                    self._outgoing.copy_(self._gathered, non_blocking=True)
             self._finish(1)
-            host = self._outgoing if self._cuda else gathered
-            np.copyto(np.frombuffer(out, np.uint8), host.numpy())
+            if self._cuda:
+                data.copy_(self._outgoing)
+
+    def _gather(self, place: Place, target: Tensor) -> None:
+        """The pages of a block into ``target [block_bytes]`` on their device."""
+        pages = torch.tensor(place, device=self._device)
+        offset = 0
+        for rows in self._rows:
+            nbytes = self.pages_per_block * rows.shape[1]
+            part = target[offset : offset + nbytes].view(self.pages_per_block, rows.shape[1])
+            torch.index_select(rows, 0, pages, out=part)
+            offset += nbytes
 
     def retain(self, blocks: Sequence[Place]) -> None:
         """Nothing to do: the engine's scheduler keeps the blocks of a request that is being stored."""

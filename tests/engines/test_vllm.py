@@ -264,25 +264,31 @@ def test_a_reset_of_the_cache_forgets_what_was_before_and_begins_anew(site: Site
     assert elsewhere.loaded == {"d": 640}
 
 
-@pytest.mark.parametrize("moment", ["load", "save"])
+# Before a worker hears of it, and when the daemon has given it slots to copy from or to.
+@pytest.mark.parametrize("moment", ["load", "copy of a load", "save", "copy of a save"])
 def test_a_daemon_that_is_killed_costs_no_answer_and_no_block(site: Site, moment: str) -> None:
-    text = prompt(700)
+    text, other = prompt(700), prompt(700, 1)
     site.start().serve("a", text)
+    site.restart()
     engine = site.start()
-    engine.add("b", text if moment == "load" else prompt(700, 1), 100)
     if moment == "load":
         engine.on_load = site.daemon.kill
-    else:
+    elif moment == "save":
         engine.on_save = site.daemon.kill
-    engine.add("c", text, 100)
+    else:
+        copy = "write_blocks" if moment == "copy of a load" else "read_blocks"
+        engine.worker.before_next(copy, site.daemon.kill)
+    texts = {"b": text if "load" in moment else other, "c": text}
+    for name, each in texts.items():
+        engine.add(name, each, 100)
     engine.run()
-    assert engine.answers["b"] == TRUTH.answer(engine.requests["b"].prompt_token_ids, 100)
-    assert engine.answers["c"] == TRUTH.answer(text, 100)
+    assert site.daemon.process.poll() is not None
+    assert engine.answers == {name: TRUTH.answer(each, 100) for name, each in texts.items()}
     assert engine.used_blocks == 0
     site.daemon.start()
-    engine.on_load = engine.on_save = lambda: None
     after = site.start()
     assert after.serve("d", text) == TRUTH.answer(text, 3)
+    assert after.serve("e", other) == TRUTH.answer(other, 3)
 
 
 def test_a_daemon_that_hangs_costs_no_answer(site: Site) -> None:

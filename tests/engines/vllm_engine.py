@@ -192,6 +192,18 @@ class Worker:
                 self.tables[name] = []
             self.tables[name] += blocks[0] if blocks else []
 
+    def before_next(self, copy: str, act: Callable[[], object]) -> None:
+        """Act once our connector is about to ``write_blocks`` into the cache, or ``read_blocks`` of it."""
+        cache = self.connector._worker._cache
+        do_copy = getattr(cache, copy)
+
+        def act_and_copy(*given: Any) -> None:
+            setattr(cache, copy, do_copy)
+            act()
+            do_copy(*given)
+
+        setattr(cache, copy, act_and_copy)
+
     def close(self) -> None:
         self.connector.shutdown()
 
