@@ -134,7 +134,7 @@ class DiskTier:
 
     def batch_blocks(self, block_bytes: int) -> int:
         """How many blocks of this size are written together."""
-        nbytes = min(BATCH_BYTES, self._map_bytes // 16)
+        nbytes = min(BATCH_BYTES, self._map_bytes // 32)  # two of them stay free
         return max(1, min(BATCH_BLOCKS, nbytes // block_bytes))
 
     @property

@@ -121,13 +121,11 @@ class Pipeline:
     async def _write(self, batch: Batch) -> list[Stored]:
         # Beside each other, for the catalogue's sync waits behind the writes of the batch before.
         # Both end, whatever becomes of the other: a thread may be reading the slots.
-        encoded, forgotten = await asyncio.gather(
-            self._encode(batch), self._forget(batch), return_exceptions=True
-        )
-        if isinstance(encoded, BaseException):
-            raise encoded
-        if isinstance(forgotten, BaseException):
-            raise forgotten
+        encoding = asyncio.create_task(self._encode(batch))
+        forgetting = asyncio.create_task(self._forget(batch))
+        await asyncio.wait((encoding, forgetting))
+        await forgetting
+        encoded = await encoding
         if batch.leaving:
             await self._in(self._payloads, self._disk.free, batch.leaving.freed)
             batch.leaving.settle()

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from kvstore.hashing import ROOT
+from kvstore.observer import Departure
 from kvstore.prefix_index import NONE
 from kvstore.settings import MIB
 from kvstore.units import UnitKind, UnitMark
@@ -164,6 +165,24 @@ async def test_closing_over_a_pipeline_that_fails_ends_and_keeps_what_was_named(
     async with Pipes(tmp_path) as it:
         assert it.store.status().disk.blocks == BATCH
         assert await it.load(hashes) == BATCH
+
+
+@in_loop
+async def test_what_the_catalogue_could_not_forget_is_freed_by_a_later_batch_and_not_before(tmp_path):
+    async with Pipes(tmp_path) as it:
+        kept, new = it.hashes(1, 4), it.hashes(2, 4)
+        assert await it.store.durable(await it.put(kept))
+        it.faults.fail_commits = 1
+        it.store._writer.free(it.store._index.find(kept[-1]), Departure.DELETED)
+        gone = it.store._writer.gone()
+        assert not await it.store.durable(await it.put(new))
+        assert it.payload_count() == 4
+        assert not gone.done()
+        await gone
+        await it.settled()
+        assert it.payload_count() == 7
+    assert await reopened_hit(tmp_path, new) == 4
+    assert await reopened_hit(tmp_path, kept) == 0  # its unit ended at the block that left
 
 
 @in_loop
