@@ -59,15 +59,13 @@ def plan_input(
     to a block, always is one unless it is 0.
     """
     end = tokens - tokens % block_tokens
-    points: dict[int, UnitKind] = {}
-    for position in range(interval, end + 1, interval) if interval else ():
-        points[position] = UnitKind.INTERVAL
+    points = dict.fromkeys(range(interval, end + 1, interval) if interval else (), UnitKind.INTERVAL)
     for position in common:
         if 0 < position <= end:
             points[position] = points.get(position, UnitKind.NONE) | UnitKind.COMMON_PREFIX
     if end:
         points[end] = points.get(end, UnitKind.NONE) | UnitKind.REQUEST_END
-    return tuple(PersistPoint(at, points[at]) for at in sorted(points))
+    return tuple(map(PersistPoint._make, sorted(points.items())))
 
 
 def plan_output(
