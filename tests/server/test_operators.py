@@ -157,7 +157,13 @@ def test_a_daemon_that_drains_says_so_on_its_page_and_answers_no_command(
 def test_top_watches_until_it_is_interrupted(fleet: Fleet, flags: Callable[..., list[str]]) -> None:
     daemon = fleet.daemon(*flags())
     command = [sys.executable, "-m", "server", "top", "--listen", daemon.url, "--json", "--seconds", "0.1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT_DIR) as top:
+    # Where the tests run in a shell's background SIGINT is ignored, and what they start would ignore it too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT_DIR)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with started as top:
         assert top.stdout is not None
         looks = [json.loads(top.stdout.readline()) for _ in range(3)]
         top.send_signal(signal.SIGINT)
