@@ -35,7 +35,6 @@ REASON_OF: Mapping[Departure | Setback, MissReason] = {
 class Prompt:
     """A prompt as the daemon sees it: hashes of its full blocks, and its length in tokens."""
 
-    namespace: int
     hashes: Sequence[bytes]
     tokens: int
     block_tokens: int
@@ -52,15 +51,13 @@ class Prompt:
         return blocks * self.block_tokens // self.align * self.align // self.block_tokens
 
 
-def checked_prompt(
-    namespace: int, hashes: Sequence[bytes], tokens: int, block_tokens: int, align: int
-) -> Prompt:
+def checked_prompt(hashes: Sequence[bytes], tokens: int, block_tokens: int, align: int) -> Prompt:
     """What a caller says of a prompt, whose hashes are such. Raises ``InvalidArgument``."""
     if tokens < len(hashes) * block_tokens:
         raise InvalidArgument(f"tokens={tokens} is less than {len(hashes)} blocks of {block_tokens}")
     if align <= 0 or (align % block_tokens and block_tokens % align):
         raise InvalidArgument(f"align={align} is no positive multiple of {block_tokens} tokens")
-    return Prompt(namespace, hashes, tokens, block_tokens, math.lcm(align, block_tokens))
+    return Prompt(hashes, tokens, block_tokens, math.lcm(align, block_tokens))
 
 
 class Matcher:
@@ -108,7 +105,7 @@ class Matcher:
             return 0
         if known == len(walk.rows):
             # Behind the last stored block: does a stored or remembered chain go on there?
-            row = int(walk.rows[-1])
+            row = walk.last
             if index.kinds[row]:
                 return 0
             ours = walk.next_row != NONE and index.parent[walk.next_row] == row
@@ -131,6 +128,6 @@ class Matcher:
             return REASON_OF[gone.why]
         if walk.next_row != NONE or prompt.hashes[stored] in self._ghosts:
             return MissReason.NOT_STORED
-        if stored and self._index.children[walk.rows[-1]]:
+        if stored and self._index.children[walk.last]:
             return MissReason.DIVERGED
         return MissReason.NEVER_SEEN

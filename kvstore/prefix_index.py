@@ -67,6 +67,11 @@ class Walk:
     rows: NDArray[np.int64]  # the PRESENT rows from the first block on
     next_row: int  # row of the block behind them if the index knows it, else NONE
 
+    @property
+    def last(self) -> int:
+        """The last of ``rows``, of which there must be one."""
+        return int(self.rows[-1])
+
 
 class PrefixIndex:
     """Rows of blocks; see the module's invariants."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.admission import Admission
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
@@ -176,13 +177,13 @@ class Store:
         """See ``kvstore.api.KVStore.match``. Touches no payload. That they are hashes the caller checks."""
         self._accepting()
         space = self._spaces.get(namespace)
-        prompt = checked_prompt(space.id, hashes, tokens, space.layout.block_tokens, align)
+        prompt = checked_prompt(hashes, tokens, space.layout.block_tokens, align)
         walk = self._walk(space.id, hashes)
         common = self._matcher.common_prefix(prompt, walk)
         match = replace(self._matcher.match(prompt, walk, common), epoch=self._spaces.epochs.of(space.id))
         if store:
             if common == len(walk.rows) > 0:
-                self._reserver.mark(int(walk.rows[-1]), UnitKind.COMMON_PREFIX)
+                self._reserver.mark(walk.last, UnitKind.COMMON_PREFIX)
             if len(walk.rows) < len(hashes):
                 # With the last stored block, so that it is known how the chain went on.
                 self._ghosts.remember(hashes[max(len(walk.rows) - 1, 0) :])
@@ -199,7 +200,7 @@ class Store:
     def trail(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int) -> Trail:
         """What ``match`` would answer, and what is known of the place where it stops. Counts nothing."""
         space = self._spaces.get(namespace)
-        prompt = checked_prompt(space.id, hashes, tokens, space.layout.block_tokens, align)
+        prompt = checked_prompt(hashes, tokens, space.layout.block_tokens, align)
         return trail(self._index, self._ghosts, self._matcher, prompt, self._walk(space.id, hashes))
 
     def load(
@@ -224,7 +225,7 @@ class Store:
         lease = self._leases.open(holder, space.id, space.block_bytes, time.monotonic())
         if rows:
             self._leases.keep_row(lease, rows[-1])
-            self._note_use(rows, self._index.deepest_unit(walked), now)
+            self._note_use(walked, now)
             self._admission.seen(rows)
         self.counters["loads"] += 1
         return LoadStream(
@@ -240,11 +241,13 @@ class Store:
             on_end=self._end,
         )
 
-    def _note_use(self, rows: Sequence[int], unit: int, now: float) -> None:
+    def _note_use(self, walked: NDArray[np.int64], now: float) -> None:
+        unit = self._index.deepest_unit(walked)
         if unit:
-            use = self._index.units[rows[unit - 1]]
+            row = int(walked[unit - 1])
+            use = self._index.units[row]
             use.used, use.hits = now, use.hits + 1
-            self._writer.unit_used(rows[unit - 1])
+            self._writer.unit_used(row)
 
     def reserve(
         self,

@@ -36,6 +36,7 @@ WORKER_KEY = "latentkv-worker"  # metadata of a call: the token from the handove
 
 _MAX_DETAILS = 600  # characters, at most 12 bytes each on the wire; peers refuse more than 8 KiB of metadata
 _ALL_KINDS = UnitKind.REQUEST_END | UnitKind.COMMON_PREFIX | UnitKind.INTERVAL
+_kinds = lru_cache(64)(UnitKind)  # a prompt has many points, of few kinds
 
 
 class StaleWorker(Unavailable):
@@ -108,9 +109,6 @@ def error_of_status(
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unreachable(f"the daemon cannot be reached ({details}); start it, or go on without it")
     return Unavailable(f"the call failed on its way ({code.name.lower()}: {details})")
-
-
-_kinds = lru_cache(64)(UnitKind)  # a prompt has many points, of few kinds
 
 
 @dataclass(frozen=True, slots=True)

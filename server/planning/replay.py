@@ -54,12 +54,12 @@ class Replay:
         hashes = [self._name(block) for block in blocks]
         walk = self._index.walk(_SPACE, hashes)
         # One more, so that the last block may hit: a trace names partial blocks too.
-        prompt = Prompt(_SPACE, hashes, len(hashes) + 1, 1, 1)
+        prompt = Prompt(hashes, len(hashes) + 1, 1, 1)
         common = self._matcher.common_prefix(prompt, walk)
         self._asked += len(hashes)
         self._hits += self._matcher.match(prompt, walk, common).blocks
         if common == len(walk.rows) > 0:
-            self._index.mark(walk.rows[-1], UnitKind.COMMON_PREFIX, now)
+            self._index.mark(walk.last, UnitKind.COMMON_PREFIX, now)
         self._ghosts.remember(hashes[max(len(walk.rows) - 1, 0) :])
         self._store(hashes, {common, whole}, now)
         self._make_room()

@@ -38,7 +38,7 @@ class Fixture:
         return parent
 
     def prompt(self, word, extra=1, align=64):
-        return Prompt(0, [name(word[:n]) for n in range(1, len(word) + 1)], 64 * len(word) + extra, 64, align)
+        return Prompt([name(word[:n]) for n in range(1, len(word) + 1)], 64 * len(word) + extra, 64, align)
 
     def match(self, word, **how):
         prompt = self.prompt(word, **how)
