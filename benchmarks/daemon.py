@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -68,7 +69,12 @@ class Daemon:
     def _start(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=_environment(),
             )
         assert self._process.stdout is not None
         # The line comes when requests are answered; an empty one when the process has ended.
@@ -92,3 +98,8 @@ class Daemon:
         """The end of its log."""
         lines = self._log.read_text(errors="replace").splitlines()
         return lines[-1] if lines else f"it ended with status {self.ended_by}"
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with compiled modules kept for the next start: those of an installed package are."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}

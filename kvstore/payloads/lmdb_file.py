@@ -19,6 +19,7 @@ _log = logging.getLogger(__name__)
 _MAX_READERS = 1024
 _PAGE_NUMBER_BYTES = 8  # at the start of each page
 _PROOF_BYTES = 128  # of a page's start, compared between map and file
+_READ_AHEAD_BYTES = 128 << 10  # of one request; Linux cuts off what is beyond its own window, which this is
 _PAGES_MAX = 1 << 32  # what the catalogue can say
 
 
@@ -104,6 +105,15 @@ class LmdbFile:
         offset = self._offset_of(start, min(_PROOF_BYTES, lead + value.nbytes))
         drop_from_memory(start, lead + value.nbytes)
         return offset // PAGE_BYTES if offset is not None else 0
+
+    def read_ahead(self) -> None:
+        """Let the kernel begin to read the whole file into its cache, before a walk over all records.
+
+        The walk itself would wait for one page after the other. Raises ``OSError``.
+        """
+        pages = self.env.info()["last_pgno"] + 1
+        for start in range(0, pages * self.page_bytes, _READ_AHEAD_BYTES):
+            os.posix_fadvise(self._fd, start, _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
     def drop_pages(self) -> None:
         """Give the map's pages back, as after a walk over all records, or they would count as our memory.

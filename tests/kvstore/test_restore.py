@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore import catalog as catalog_module
-from kvstore import restore as restore_module
 from kvstore.arena import Arena
 from kvstore.catalog import BLOCK_DTYPE, BlockRecord, UnitRecord
 from kvstore.disk import DiskTier, NewBlock
@@ -178,9 +177,8 @@ def test_a_start_builds_what_adding_block_by_block_in_any_order_builds(tmp_path_
     expected = block_by_block(shown, units, lost)
 
     index, counters = PrefixIndex(), Counter()
-    with pytest.MonkeyPatch.context() as small:  # so that a few blocks take several transactions and links
+    with pytest.MonkeyPatch.context() as small:  # so that a few blocks take several transactions
         small.setattr(catalog_module, "_RECORDS_A_TXN", 3)
-        small.setattr(restore_module, "_LINKED_AT_ONCE", 2)
         tier, arena = DiskTier(disk.settings), Arena(MIB, lead=0)
         try:
             spaces = SpaceTable(tier, arena)
@@ -209,6 +207,20 @@ def test_a_record_whose_depth_does_not_fit_its_parent_is_not_tied_to_it():
     index = PrefixIndex()
     rows = [(name(i), name(1 - i), 1, 1, i + 1, 0, 64, 0, 0, 0.0) for i in range(2)]
     records = np.array(rows, BLOCK_DTYPE)
-    index.link(index.extend(records), records["parent"])
+    index.extend(records)
+    index.link(records["parent"].copy())
     assert [index.parent[row] for row in index] == [NONE, NONE]
     assert index.check() == []
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=["by rising hash", "by falling hash"])
+def test_parents_whose_hashes_begin_alike_are_told_apart(order):
+    chain = [b"alike to" + bytes([tail]) * 24 for tail in (3, 2, 1)]
+    rows = [(chain[i], chain[i - 1] if i else ROOT, 1, i + 1, i + 1, 0, 64, 0, 0, 0.0) for i in order]
+    records = np.array(rows, BLOCK_DTYPE)
+    index = PrefixIndex()
+    index.extend(records)
+    index.link(records["parent"].copy())
+    assert index.check() == []
+    first, second, third = map(index.find, chain)
+    assert [index.parent[row] for row in (first, second, third)] == [NONE, first, second]
