@@ -29,7 +29,10 @@ Item = TypeVar("Item")
 SLAB_BYTES = 256 << 20
 SLABS = 256  # about as many files are open at a time, so slabs of a large disk are larger
 WRITERS = 4  # writes in flight
-RUN_SLOTS = 16  # neighbours in the file that are written by one call
+# One call writes neighbours in the file up to so many, or up to the first that reaches so many bytes: more of
+# these before the disk at a time would only delay the catalogue's syncs, which the next batch waits for.
+RUN_SLOTS = 16
+RUN_BYTES = 8 << 20
 EIGHTHS = 8
 _SLOT_BITS = 24  # of a key: the slot's number in its slab; above it the slab's number
 _RESERVE_SHARE = 64  # of the limit, left for what the file system needs to know where slots lie
@@ -72,6 +75,7 @@ class _Write:
             and slot == self.slot + len(self.data)
             and len(self.data[-1]) == slab.slot_bytes
             and len(self.data) < RUN_SLOTS
+            and len(self.data) * slab.slot_bytes < RUN_BYTES
         )
 
     def run(self) -> None:
