@@ -95,8 +95,8 @@ class Encoded:
 class DiskTier:
     """Catalogue and payloads. Reads come from several threads.
 
-    ``encode`` may run anywhere; ``put`` and ``free`` in one thread at a time, and what else touches the
-    catalogue (``name``, ``forget``, ``add_namespace``) in one, perhaps another.
+    ``encode``, ``put`` and ``free`` may run anywhere, and what else touches the catalogue (``name``,
+    ``forget``, ``add_namespace``) in one thread at a time.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class DiskTier:
         self._open_payloads = open_payloads or OPEN[settings.payloads]
         self._payloads: dict[int, Payloads] = {}
         # Places that were written and will not be named, still to be freed: block bytes and keys.
-        # Any thread appends, the payloads' thread takes.
+        # Any thread appends and takes.
         self._unnamed: deque[tuple[int, list[int]]] = deque()
 
     def _require_kind(self, settings: StoreSettings) -> None:
@@ -215,9 +215,7 @@ class DiskTier:
 
         ``name`` or ``forsake`` follows.
         """
-        while self._unnamed:
-            self._payloads[self._unnamed[0][0]].free(self._unnamed[0][1])
-            self._unnamed.popleft()
+        self._free_unnamed()
         if not encoded:
             return []
         began = time.monotonic()
@@ -227,6 +225,18 @@ class DiskTier:
             Stored(place, item.run.length, item.codec, item.checksum)
             for place, item in zip(places, encoded, strict=True)
         ]
+
+    def _free_unnamed(self) -> None:
+        while True:
+            try:
+                size, keys = self._unnamed.popleft()
+            except IndexError:
+                return
+            try:
+                self._payloads[size].free(keys)
+            except BaseException:
+                self._unnamed.append((size, keys))
+                raise
 
     def name(
         self,

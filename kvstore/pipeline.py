@@ -1,8 +1,8 @@
 """Batches on their way to the disk: hashed, made durable, named in the catalogue.
 
-Each stage has one thread of its own, so that one batch is hashed while the next older one
-is written and that before it is named. What must not overlap never does: the catalogue
-is touched by one thread alone, and so are the payloads.
+Each stage has threads of its own, so that one batch is hashed while older ones are written and
+that before them is named. Two are written at a time, or the disk would rest from the end of one
+until the next has begun. What must not overlap never does: the catalogue is touched by one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from kvstore.leaving import Leaving
 Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
 
-DEPTH = 3  # batches under way: one in each stage
+WRITING = 2
+DEPTH = 2 + WRITING  # batches under way: one that is hashed, those that are written, one that is named
 
 
 @dataclass(eq=False)
@@ -59,7 +60,7 @@ class Pipeline:
         self._disk = disk
         self._on_written = on_written
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="latentkv-hash")
-        self._payloads = ThreadPoolExecutor(1, thread_name_prefix="latentkv-write")
+        self._payloads = ThreadPoolExecutor(WRITING, thread_name_prefix="latentkv-write")
         self._catalog = ThreadPoolExecutor(1, thread_name_prefix="latentkv-name")
         self.batches: deque[Batch] = deque()
 

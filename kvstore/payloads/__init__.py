@@ -30,8 +30,7 @@ class Place(NamedTuple):
 class Payloads(Protocol):
     """Durable block bytes.
 
-    ``write``, ``free``, ``retain`` and ``missing`` are called by one thread at a time, ``read_into`` by any
-    number of threads, also beside them.
+    Any thread may call, also several at a time; ``retain`` and ``close`` are called beside nothing else.
     """
 
     lead: int

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -80,6 +81,7 @@ class LmdbPayloads:
         self._map_bytes = map_bytes
         self._retired: list[_Environment] = []  # closed at the end: readers may still be inside
         self.replaced = 0
+        self._lock = threading.Lock()  # over write transactions: keys rise from one to the next
         try:
             self._env, last = self._open_or_replace()
         except (lmdb.Error, OSError) as error:
@@ -136,8 +138,10 @@ class LmdbPayloads:
 
     def write(self, items: Sequence[Run]) -> list[Place]:
         """See ``Payloads.write``."""
-        if not items:
-            return []
+        with self._lock:
+            return self._write(items) if items else []
+
+    def _write(self, items: Sequence[Run]) -> list[Place]:
         keys = list(range(self._next, self._next + len(items)))
         # Not even a commit whose outcome is unknown may see its keys used again.
         self._next += len(items)
@@ -207,11 +211,12 @@ class LmdbPayloads:
         rest = [key for key in sorted(keys) if key > 0]
         if not rest:
             return
-        for start in range(0, len(rest), _FREED_A_TXN):
-            self._delete(rest[start : start + _FREED_A_TXN])
-        # Pages freed by one commit serve the second commit after it: without a commit in between
-        # the next write would find a full map, abort, and so never bring that commit about.
-        self._commit(self._note_next)
+        with self._lock:
+            for start in range(0, len(rest), _FREED_A_TXN):
+                self._delete(rest[start : start + _FREED_A_TXN])
+            # Pages freed by one commit serve the second commit after it: without a commit in between
+            # the next write would find a full map, abort, and so never bring that commit about.
+            self._commit(self._note_next)
 
     def _delete(self, keys: Sequence[int]) -> None:
         def delete(txn: lmdb.Transaction) -> None:

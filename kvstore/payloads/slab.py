@@ -10,11 +10,11 @@ of another size's free slots, their blocks are given back to the file system.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,6 @@ from kvstore.errors import CorruptBlock, DiskError, InvalidArgument
 from kvstore.payloads import Keys, Place
 from kvstore.payloads.direct import PAGE_BYTES, Run, make_directory, pages, sync_directory
 from kvstore.payloads.slab_file import Slab
-
-Item = TypeVar("Item")
 
 SLAB_BYTES = 256 << 20
 SLABS = 256  # about as many files are open at a time, so slabs of a large disk are larger
@@ -102,6 +100,11 @@ class SlabPayloads:
         # eighths -> number -> slab
         self._slabs: dict[int, dict[int, Slab]] = {eighths: {} for eighths in range(1, EIGHTHS + 1)}
         self._names_changed = False  # files were made, and the directory is not yet synced
+        self._lock = (
+            threading.RLock()
+        )  # over slabs and the states of their slots; I/O of payloads goes on beside it
+        self._synced = threading.Event()  # of the latest write; under the lock
+        self._synced.set()
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="latentkv-slab")
         try:
             make_directory(path)
@@ -162,8 +165,9 @@ class SlabPayloads:
     def missing(self, keys: Keys) -> set[int]:
         """See ``Payloads.missing``."""
         missing: set[int] = set()
-        for slab, part, slots in self._by_slab(keys):
-            missing.update(part.tolist() if slab is None else part[~slab.have(slots)].tolist())
+        with self._lock:
+            for slab, part, slots in self._by_slab(keys):
+                missing.update(part.tolist() if slab is None else part[~slab.have(slots)].tolist())
         return missing
 
     def _drop_empty(self) -> None:
@@ -176,22 +180,37 @@ class SlabPayloads:
     def write(self, items: Sequence[Run]) -> list[Place]:
         """See ``Payloads.write``."""
         keys: list[int] = []
+        ended = threading.Event()
         try:
-            for item in items:
-                keys.append(self._allocate(self._eighths(item.length)))
-            writes = self._writes(keys, items)
-            self._in_parallel(_Write.run, writes)
-            self._in_parallel(Slab.sync, {write.slab for write in writes})
-            if self._names_changed:
-                sync_directory(self._path)
-                self._names_changed = False
+            with self._lock:
+                for item in items:
+                    keys.append(self._allocate(self._eighths(item.length)))
+                writes = self._writes(keys, items)
+                before, self._synced = self._synced, ended
+            try:
+                self._in_parallel(writes)
+            finally:
+                # The kernel tells of a lost page once, to whoever syncs next: that must not be a later write.
+                before.wait()
+            self._sync({write.slab for write in writes})
         except OSError as error:
             self.free(keys)
             raise DiskError(f"slabs in {self._path}: {error}; nothing was changed") from error
         except BaseException:
             self.free(keys)
             raise
+        finally:
+            ended.set()
         return [Place(key) for key in keys]
+
+    def _sync(self, slabs: Iterable[Slab]) -> None:
+        """Make slabs and their names durable. Raises ``OSError``."""
+        for slab in slabs:
+            slab.sync()
+        with self._lock:
+            if self._names_changed:
+                sync_directory(self._path)
+                self._names_changed = False
 
     def _writes(self, keys: Sequence[int], items: Sequence[Run]) -> list[_Write]:
         writes: list[_Write] = []
@@ -203,9 +222,9 @@ class SlabPayloads:
                 writes.append(_Write(slab, slot, [item.used]))
         return writes
 
-    def _in_parallel(self, work: Callable[[Item], None], items: Iterable[Item]) -> None:
+    def _in_parallel(self, writes: Iterable[_Write]) -> None:
         # Ends when all have ended, also if one fails: none may still write into slots that are free again.
-        futures = [self._threads.submit(work, item) for item in items]
+        futures = [self._threads.submit(write.run) for write in writes]
         wait(futures)
         for future in futures:
             future.result()
@@ -268,10 +287,11 @@ class SlabPayloads:
 
     def free(self, keys: Sequence[int]) -> None:
         """See ``Payloads.free``. Durable as it is: the catalogue names them no more."""
-        for key in keys:
-            slab, slot = self._find(key)
-            if slab is not None:
-                slab.give(slot)
+        with self._lock:
+            for key in keys:
+                slab, slot = self._find(key)
+                if slab is not None:
+                    slab.give(slot)
 
     def stored_bytes(self, length: int) -> int:
         """See ``Payloads.stored_bytes``."""

@@ -196,6 +196,22 @@ class PayloadConformance:
 
     # --- room
 
+    def test_several_threads_write_and_free_beside_each_other(self, store: Payloads) -> None:
+        def turn(thread: int) -> list[tuple[Place, int]]:
+            kept: list[tuple[Place, int]] = []
+            for first in range(100 * thread, 100 * thread + 24, 3):
+                seeds = range(first, first + 3)
+                places = self.write(store, *seeds)
+                kept.append((places[1], seeds[1]))
+                store.free([places[0].key, places[2].key])
+            return kept
+
+        with ThreadPoolExecutor(4) as pool:
+            kept = [each for turned in pool.map(turn, range(4)) for each in turned]
+        assert len({place.key for place, _ in kept}) == len(kept)
+        for place, seed in kept:
+            self.expect(store, place, seed)
+
     def test_a_full_store_refuses_the_whole_batch_and_keeps_what_it_had(self, store: Payloads) -> None:
         places = self.fill(store)
         again = self.fill(store, batch=2)

@@ -1,13 +1,16 @@
 """What only slabs do: slots that are used again, preallocation, and giving room to another size."""
 
+import errno
 import os
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvstore.errors import CorruptBlock, DiskError, InvalidArgument
 from kvstore.payloads import Place
-from kvstore.payloads.direct import Run
+from kvstore.payloads.direct import DirectFile, Run
 from kvstore.payloads.slab import RUN_SLOTS, SlabPayloads
 from kvstore.testing.payload_conformance import body
 
@@ -72,6 +75,40 @@ def test_a_batch_longer_than_a_run_and_over_several_slabs_is_whole(store):
     seeds = range(5 * RUN_SLOTS)
     for seed, place in zip(seeds, write(store, *seeds), strict=True):
         assert read(store, place) == body(seed, SIZE)
+
+
+def test_what_the_kernel_tells_once_is_told_to_the_older_of_two_writes(store, monkeypatch):
+    """A page that is lost on its way shows in one fdatasync: that of a later write must not take it."""
+    under_way, go, later_written = threading.Event(), threading.Event(), threading.Event()
+    put, sync = DirectFile.write, DirectFile.sync
+    failures = [OSError(errno.EIO, "lost")]
+
+    def write_when_told(file, data, offset):
+        if bytes(data[0][:SIZE]) == body(1, SIZE):
+            under_way.set()
+            go.wait(60)
+            put(file, data, offset)
+        else:
+            put(file, data, offset)
+            later_written.set()
+
+    def fail_once(file):
+        if failures:
+            raise failures.pop()
+        sync(file)
+
+    monkeypatch.setattr(DirectFile, "write", write_when_told)
+    monkeypatch.setattr(DirectFile, "sync", fail_once)
+    with ThreadPoolExecutor(2) as pool:
+        older = pool.submit(write, store, 1)
+        assert under_way.wait(60)
+        later = pool.submit(write, store, 2)
+        assert later_written.wait(60)
+        go.set()
+        with pytest.raises(DiskError, match="lost"):
+            older.result()
+        (place,) = later.result()
+    assert read(store, place) == body(2, SIZE)
 
 
 def test_a_freed_slot_is_missing(store):
