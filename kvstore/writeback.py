@@ -56,7 +56,7 @@ class Writer:
         self._spaces = spaces
         self._counters = counters
         self._pipeline = Pipeline(disk, self._wake)
-        self._lull = Lull(arena.nbytes // 2, self._wake)
+        self._lull = Lull(arena.nbytes * 3 // 8, self._wake)
         # A dirty block's row is in one of three places, held: queued, under way, or returned.
         self._dirty: deque[int] = deque()  # parents before children
         # Those of batches that failed are queued again, in order, once none is under way.

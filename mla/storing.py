@@ -28,7 +28,7 @@ Block = TypeVar("Block")  # how the pool names a block
 BlockIn = TypeVar("BlockIn", contravariant=True)
 Namer = Callable[[], bytes]
 
-RESERVE_BLOCKS = 64  # blocks of one Reserve, and so of one Commit; each call costs about half a copied block
+RESERVE_BLOCKS = 96  # blocks of one Reserve, and so of one Commit; each call costs about half a copied block
 COPY_BLOCKS = 8  # blocks that are copied at once; whoever needs the pool blocks waits for so many
 RETRY_SECONDS = 0.02
 END_SECONDS = 1.0  # for the thread to notice that it is over
