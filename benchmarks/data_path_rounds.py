@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean, median
 from types import TracebackType
 from typing import Any, Self
 
@@ -107,7 +107,7 @@ class Plan:
 class Round:
     """One round; rates in bytes a second. Of raw I/O one for each depth of the queue."""
 
-    raw_read: dict[int, float]
+    raw_read: dict[int, float]  # before ours and after: a shared disk moves in between
     bare_read: float  # read, checked and copied by bare calls
     cold: float
     warm_memcpy: list[float]
@@ -202,11 +202,11 @@ class Course:
         plan, worker = self._plan, self._worker
         self._rss = 0
         cached = self._restart(kill=True)
-        before, after = self._depths()
-        raw_read = {depth: self._disk.read(depth, self._places) for depth in before}
+        depths = self._order.sample(DEPTHS, len(DEPTHS))
+        raw_read = {depth: self._disk.read(depth, self._places) for depth in depths}
         bare_read = self._disk.read_bare(self._places)
         cold = self._rate(plan.blocks, self._load_all())
-        raw_read |= {depth: self._disk.read(depth, self._places) for depth in after}
+        raw_read = {depth: _mean(raw_read[depth], self._disk.read(depth, self._places)) for depth in depths}
         self._check_pool()
         matches = self._matches()
         warm_memcpy, warm = self._warm()
@@ -216,12 +216,12 @@ class Course:
         seconds, ticket = worker.store(fresh)
         store_memcpy.append(self._memcpy.copy())
         worker.client.durable(ticket, timeout=60)
-        raw_write = {depth: self._disk.write(depth) for depth in before}
+        raw_write = {depth: self._disk.write(depth) for depth in depths}
         write = self._rate(
             plan.write_blocks, worker.store_durably(worker.document(2 * number + 4, plan.write_blocks))
         )
         bare_write = self._disk.write_bare()
-        raw_write |= {depth: self._disk.write(depth) for depth in after}
+        raw_write = {depth: _mean(raw_write[depth], self._disk.write(depth)) for depth in depths}
         self._note_memory()
         return Round(
             raw_read=raw_read,
@@ -241,11 +241,6 @@ class Course:
 
     def _rate(self, blocks: int, seconds: float) -> float:
         return blocks * self._plan.block_bytes / seconds
-
-    def _depths(self) -> tuple[list[int], list[int]]:
-        """Half of them for before ours and half for after, in another order each round."""
-        depths = self._order.sample(DEPTHS, len(DEPTHS))
-        return depths[: len(DEPTHS) // 2], depths[len(DEPTHS) // 2 :]
 
     def _restart(self, *, kill: bool) -> float:
         """End the daemon, drop its files from the page cache, start it; the share that was left in it."""
@@ -282,3 +277,8 @@ class Course:
             memcpy.append(self._memcpy.copy())
             warm.append(self._rate(len(self._short), self._worker.load(self._short)))
         return memcpy, warm
+
+
+def _mean(before: float, after: float) -> float:
+    """The rate over two measurements of as many bytes."""
+    return harmonic_mean((before, after))
