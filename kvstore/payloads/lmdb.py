@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import struct
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -81,7 +81,9 @@ class LmdbPayloads:
         self._map_bytes = map_bytes
         self._retired: list[_Environment] = []  # closed at the end: readers may still be inside
         self.replaced = 0
-        self._lock = threading.Lock()  # over write transactions: keys rise from one to the next
+        # One thread for all write transactions: keys rise from one to the next, and what memory the C library
+        # keeps behind one, which it does for each thread, serves the next.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="latentkv-lmdb")
         try:
             self._env, last = self._open_or_replace()
         except (lmdb.Error, OSError) as error:
@@ -138,8 +140,7 @@ class LmdbPayloads:
 
     def write(self, items: Sequence[Run]) -> list[Place]:
         """See ``Payloads.write``."""
-        with self._lock:
-            return self._write(items) if items else []
+        return self._writer.submit(self._write, items).result() if items else []
 
     def _write(self, items: Sequence[Run]) -> list[Place]:
         keys = list(range(self._next, self._next + len(items)))
@@ -211,12 +212,14 @@ class LmdbPayloads:
         rest = [key for key in sorted(keys) if key > 0]
         if not rest:
             return
-        with self._lock:
-            for start in range(0, len(rest), _FREED_A_TXN):
-                self._delete(rest[start : start + _FREED_A_TXN])
-            # Pages freed by one commit serve the second commit after it: without a commit in between
-            # the next write would find a full map, abort, and so never bring that commit about.
-            self._commit(self._note_next)
+        self._writer.submit(self._free, rest).result()
+
+    def _free(self, rest: Sequence[int]) -> None:
+        for start in range(0, len(rest), _FREED_A_TXN):
+            self._delete(rest[start : start + _FREED_A_TXN])
+        # Pages freed by one commit serve the second commit after it: without a commit in between
+        # the next write would find a full map, abort, and so never bring that commit about.
+        self._commit(self._note_next)
 
     def _delete(self, keys: Sequence[int]) -> None:
         def delete(txn: lmdb.Transaction) -> None:
@@ -280,6 +283,7 @@ class LmdbPayloads:
 
     def close(self) -> None:
         """See ``Payloads.close``."""
+        self._writer.shutdown()
         for env in (*self._retired, self._env):
             env.close()
 
