@@ -137,6 +137,7 @@ class LmdbPayloads:
     def _transact(self, action: Callable[[lmdb.Transaction], None]) -> None:
         with self._env.file.env.begin(write=True) as txn:  # an exception aborts it
             action(txn)
+        self._env.file.drop_pages()  # of each value that it looked at the kernel has mapped the neighbourhood
 
     def write(self, items: Sequence[Run]) -> list[Place]:
         """See ``Payloads.write``."""
