@@ -23,7 +23,7 @@ from kvstore.leaving import Leaving
 Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
 
-WRITING = 2
+WRITING = 2  # batches whose payloads are on their way
 DEPTH = 2 + WRITING  # batches under way: one that is hashed, those that are written, one that is named
 
 

@@ -8,6 +8,7 @@ cursor comes by, so walking the payloads' own keys would read the whole disk.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import struct
@@ -137,7 +138,9 @@ class LmdbPayloads:
     def _transact(self, action: Callable[[lmdb.Transaction], None]) -> None:
         with self._env.file.env.begin(write=True) as txn:  # an exception aborts it
             action(txn)
-        self._env.file.drop_pages()  # of each value that it looked at the kernel has mapped the neighbourhood
+        # The kernel has mapped the neighbourhood of each value that was looked at. Committed it is anyway.
+        with contextlib.suppress(lmdb.Error, OSError):
+            self._env.file.drop_pages()
 
     def write(self, items: Sequence[Run]) -> list[Place]:
         """See ``Payloads.write``."""

@@ -9,6 +9,7 @@ of another size's free slots, their blocks are given back to the file system.
 
 from __future__ import annotations
 
+import errno
 import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -100,11 +101,10 @@ class SlabPayloads:
         # eighths -> number -> slab
         self._slabs: dict[int, dict[int, Slab]] = {eighths: {} for eighths in range(1, EIGHTHS + 1)}
         self._names_changed = False  # files were made, and the directory is not yet synced
-        self._lock = (
-            threading.RLock()
-        )  # over slabs and the states of their slots; I/O of payloads goes on beside it
-        self._synced = threading.Event()  # of the latest write; under the lock
-        self._synced.set()
+        # Over slabs and the states of their slots; payloads are written and read beside it.
+        self._lock = threading.RLock()
+        self._syncing = threading.Lock()  # over every fdatasync, and over what is known of them:
+        self._sync_failures = 0
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="latentkv-slab")
         try:
             make_directory(path)
@@ -180,33 +180,37 @@ class SlabPayloads:
     def write(self, items: Sequence[Run]) -> list[Place]:
         """See ``Payloads.write``."""
         keys: list[int] = []
-        ended = threading.Event()
+        failures = self._sync_failures
         try:
             with self._lock:
                 for item in items:
                     keys.append(self._allocate(self._eighths(item.length)))
                 writes = self._writes(keys, items)
-                before, self._synced = self._synced, ended
-            try:
-                self._in_parallel(writes)
-            finally:
-                # The kernel tells of a lost page once, to whoever syncs next: that must not be a later write.
-                before.wait()
-            self._sync({write.slab for write in writes})
+            self._in_parallel(writes)
+            self._sync({write.slab for write in writes}, failures)
         except OSError as error:
             self.free(keys)
             raise DiskError(f"slabs in {self._path}: {error}; nothing was changed") from error
         except BaseException:
             self.free(keys)
             raise
-        finally:
-            ended.set()
         return [Place(key) for key in keys]
 
-    def _sync(self, slabs: Iterable[Slab]) -> None:
-        """Make slabs and their names durable. Raises ``OSError``."""
-        for slab in slabs:
-            slab.sync()
+    def _sync(self, slabs: Iterable[Slab], failures: int) -> None:
+        """Make slabs and their names durable. ``failures``: of syncs, when the write began.
+
+        The kernel tells of a lost page once, to whoever syncs next: it may be any that is being written.
+        Raises ``OSError``.
+        """
+        with self._syncing:
+            try:
+                for slab in slabs:
+                    slab.sync()
+            except OSError:
+                self._sync_failures += 1
+                raise
+            if self._sync_failures != failures:
+                raise OSError(errno.EIO, "a write beside it could not be synced")
         with self._lock:
             if self._names_changed:
                 sync_directory(self._path)
