@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -121,8 +122,9 @@ class DiskTier:
         self._open_payloads = open_payloads or OPEN[settings.payloads]
         self._payloads: dict[int, Payloads] = {}
         # Places that were written and will not be named, still to be freed: block bytes and keys.
-        # Any thread appends and takes.
+        # Any thread appends; one at a time takes: freed again, a place could be another payload's by then.
         self._unnamed: deque[tuple[int, list[int]]] = deque()
+        self._freeing = threading.Lock()
 
     def _require_kind(self, settings: StoreSettings) -> None:
         found = self.catalog.claim("payloads", settings.payloads)
@@ -227,16 +229,11 @@ class DiskTier:
         ]
 
     def _free_unnamed(self) -> None:
-        while True:
-            try:
-                size, keys = self._unnamed.popleft()
-            except IndexError:
-                return
-            try:
+        with self._freeing:
+            while self._unnamed:
+                size, keys = self._unnamed[0]
                 self._payloads[size].free(keys)
-            except BaseException:
-                self._unnamed.append((size, keys))
-                raise
+                self._unnamed.popleft()
 
     def name(
         self,
