@@ -10,20 +10,42 @@ import grpc
 from server.config import Config, ConfigError
 
 
-def server_credentials(config: Config) -> grpc.ServerCredentials:
-    """What a ``tls://`` address is served with. Raises ``ConfigError``.
+class Certificate:
+    """What a ``tls://`` address is served with. With ``tls_client_ca`` every client must have one of it."""
 
-    With ``tls_client_ca`` every client must have a certificate of it.
-    """
-    if config.tls_cert is None or config.tls_key is None:
-        raise ConfigError(f"listen={config.address!r} needs tls_cert and tls_key")
-    authority = config.tls_client_ca
-    _verify(config.tls_cert, config.tls_key, authority)
-    return grpc.ssl_server_credentials(
-        [(config.tls_key.read_bytes(), config.tls_cert.read_bytes())],
-        root_certificates=authority.read_bytes() if authority else None,
-        require_client_auth=authority is not None,
-    )
+    def __init__(self, config: Config) -> None:
+        """Raises ``ConfigError``."""
+        if config.tls_cert is None or config.tls_key is None:
+            raise ConfigError(f"listen={config.address!r} needs tls_cert and tls_key")
+        self._cert, self._key, self._authority = config.tls_cert, config.tls_key, config.tls_client_ca
+        self._fresh: grpc.ServerCertificateConfiguration | None = self._read()
+
+    @property
+    def file(self) -> Path:
+        """Where the certificate lies."""
+        return self._cert
+
+    def reload(self) -> None:
+        """Read the files again, for the handshakes to come. Raises ``ConfigError``; then nothing changes."""
+        self._fresh = self._read()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For gRPC, which asks with each handshake whether there is another certificate."""
+        first = self._next()
+        return grpc.dynamic_ssl_server_credentials(
+            first, self._next, require_client_authentication=self._authority is not None
+        )
+
+    def _next(self) -> grpc.ServerCertificateConfiguration | None:
+        fresh, self._fresh = self._fresh, None
+        return fresh
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        _verify(self._cert, self._key, self._authority)
+        return grpc.ssl_server_certificate_configuration(
+            [(self._key.read_bytes(), self._cert.read_bytes())],
+            root_certificates=self._authority.read_bytes() if self._authority else None,
+        )
 
 
 def _verify(cert: Path, key: Path, authority: Path | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, Self
 
@@ -17,7 +16,7 @@ from kvstore.namespace import Namespace
 from kvstore.transport import Transport
 from kvstore.v1 import operator_pb2 as pb
 from kvstore.v1 import operator_pb2_grpc
-from server.config import ConfigError, default_listen, load
+from server.config import listening
 from server.explaining.explanation import Opened
 from server.planning.trace import Trace, recorded_trace
 
@@ -39,14 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def address(listen: str | None, data: str | None) -> str:
     """Where the daemon listens, by the same rules as ``serve``. Raises ``ConfigError``."""
-    if listen is not None:
-        return listen
-    if data is not None:
-        return load({"data": data}).address
-    try:
-        return load({}).address
-    except ConfigError:  # no data directory is known: only the user's runtime directory is left
-        return default_listen(Path())
+    return listening(listen, data)
 
 
 class Operator:
