@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from kvstore.errors import InvalidArgument
 from kvstore.layout import LatentLayout
+from kvstore.showing import require_showable
 
 DIGEST_BYTES = 32
 _PERSON = b"latentkv-ns-v1"
@@ -75,3 +76,4 @@ class Namespace:
 def _require_text(name: str, value: object) -> None:
     if not isinstance(value, str) or len(value) > 4096:
         raise InvalidArgument(f"{name}={str(value)[:80]!r} is no text of at most 4096 characters")
+    require_showable(name, value)

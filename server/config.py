@@ -33,7 +33,7 @@ from server.credentials import DEFAULT_DOMAIN
 ENV_PREFIX = "LATENTKV_"
 SOCKET = "latentkv.sock"
 DOMAINS = "domains"  # in the data directory: a directory for each domain but the first
-_DOMAIN_NAME = re.compile("[a-z0-9][a-z0-9-]{0,31}")
+DOMAIN_NAME = re.compile("[a-z0-9][a-z0-9-]{0,31}")
 
 
 Found = TypeVar("Found", bound=BaseSettings)
@@ -93,7 +93,7 @@ class DomainSizes(BaseModel):
 
 def _check_domains(domains: dict[str, DomainSizes]) -> dict[str, DomainSizes]:
     for name in domains:
-        if not _DOMAIN_NAME.fullmatch(name):
+        if not DOMAIN_NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a domain; write up to 32 of a-z, 0-9 and -")
         if name == DEFAULT_DOMAIN:
             raise ValueError(f"there is {name!r} already, with host_bytes and disk_bytes; take another name")

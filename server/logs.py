@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from types import TracebackType
 
-from kvstore.showing import escaped
+from kvstore.showing import escaped, field
 from server.standard import STDERR, write
 
 _FORMAT = "%(asctime)s level=%(levelname)s logger=%(name)s %(message)s"
@@ -17,9 +17,24 @@ _FORMAT = "%(asctime)s level=%(levelname)s logger=%(name)s %(message)s"
 
 def log_to_stderr(level: str) -> None:
     """Write what all loggers say from ``level`` on to standard error."""
+    logging.setLogRecordFactory(EventRecord)
     handler = LineHandler(STDERR)
     handler.setFormatter(LineFormatter(_FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+class EventRecord(logging.LogRecord):
+    """A record whose values are told from one another, however it was written.
+
+    ``log.warning("event=lost path=%s reason=%s", path, error)`` quotes what ``event`` would quote.
+    """
+
+    def getMessage(self) -> str:  # noqa: N802
+        if not str(self.msg).startswith("event=") or not isinstance(self.args, tuple):
+            return super().getMessage()
+        return str(self.msg) % tuple(
+            each if isinstance(each, int | float) else field(each) for each in self.args
+        )
 
 
 class LineFormatter(logging.Formatter):

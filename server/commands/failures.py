@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import typer
 
 from kvstore.errors import KVStoreError, Unavailable
+from kvstore.showing import escaped
 
 NO = 1  # the answer is no: not ready, faults found
 WRONG = 2  # a wrong argument or setting, or something in the way
@@ -23,6 +24,8 @@ def one_line() -> Iterator[None]:
         fail(str(error), AWAY)
     except KVStoreError as error:
         fail(str(error), WRONG)
+    except UnicodeEncodeError as error:  # bytes of an argument
+        fail(f"{error.object!r} is no text in UTF-8", WRONG)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         fail(f"{error.strerror or error}{where}", WRONG)
@@ -30,5 +33,5 @@ def one_line() -> Iterator[None]:
 
 def fail(message: str, code: int) -> None:
     """Say why in one line, and exit."""
-    typer.echo(f"latentkv: {message}", err=True)
+    typer.echo(f"latentkv: {escaped(message)}", err=True)
     raise typer.Exit(code)

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import kvstore
 from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.identity import Identity
+from kvstore.showing import escaped
 from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import NO, one_line
+from server.commands.screen import screen
 from server.commands.status import size
 from server.commands.units import span_seconds
 
@@ -173,7 +174,9 @@ def _run(warmer: Warmer, pins: _Pins, directory: Path, files: list[Path], as_jso
             failed.append(f"{name}: {error}")
     done: list[Warmed] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(
+        *columns, console=(err := screen(stderr=True)), transient=True, disable=not err.is_terminal
+    ) as bar:
         task = bar.add_task("prefilling, tokens", total=sum(len(tokens) for _, tokens in documents))
         for each in warmer.warm(documents):
             done.append(each)
@@ -220,7 +223,7 @@ def _summary(documents: int, done: list[Warmed], failed: list[str], *, on_disk: 
 
 
 def _show(summary: Summary) -> None:
-    console = Console(highlight=False, markup=False)
+    console = screen()
     where = "on disk" if summary.on_disk else "in memory"
     console.print(
         f"{summary.stored:,} of {summary.documents:,} documents are stored: {summary.stored_tokens:,} of"
@@ -235,4 +238,4 @@ def _show(summary: Summary) -> None:
     if summary.pinned:
         console.print(f"{summary.pinned:,} units are pinned; latentkv units list --pins shows them.")
     for line in summary.failed:
-        console.print(f"failed: {line}")
+        console.print(f"failed: {escaped(line)}")
