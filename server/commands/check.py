@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvstore.checking import Report
 from kvstore.checking import check as check_directory
 from kvstore.showing import shown
 from server.commands.failures import NO, one_line
-from server.commands.screen import add_row, screen
+from server.commands.screen import add_row, progress, screen
 from server.config import DOMAINS
 
 _SHOWN = 20  # faults that are listed; the JSON has all
@@ -44,15 +44,13 @@ def check(
 
 def _run(directory: Path, *, repair: bool) -> Report:
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=(err := screen(stderr=True)), transient=True, disable=not err.is_terminal
-    ) as bar:
+    with progress(*columns) as bar:
         task = bar.add_task("verifying", total=None)
 
-        def progress(done: int, total: int) -> None:
+        def tell(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        return check_directory(directory, repair=repair, progress=progress)
+        return check_directory(directory, repair=repair, progress=tell)
 
 
 def _as_json(report: Report) -> dict[str, object]:

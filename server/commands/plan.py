@@ -18,7 +18,7 @@ from kvstore.showing import shown
 from kvstore.units import DEFAULT_INTERVAL, check_interval
 from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import one_line
-from server.commands.screen import screen
+from server.commands.screen import progress, screen
 from server.planning.sizing import Machine, Plan, capacities_of, plan
 from server.planning.trace import Trace, read_trace, write_trace
 
@@ -106,7 +106,7 @@ def _recorded(daemon: Operator, model: str | None) -> _Source:
 
 
 def _plan(requests: Trace, capacities: list[int], machine: Machine, interval: int) -> Plan:
-    with Progress(console=(err := screen(stderr=True)), transient=True, disable=not err.is_terminal) as bar:
+    with progress(*Progress.get_default_columns()) as bar:
         task = bar.add_task("replaying", total=_REPLAYS * len(capacities))
         return plan(requests, capacities, machine, interval, lambda: bar.advance(task))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -17,3 +18,9 @@ def screen(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
 def add_row(table: Table, *cells: object) -> None:
     """A row of names and figures as they are; what is no text, such as a bar, stays as it is."""
     table.add_row(*(Text(shown(each)) if isinstance(each, str) else each for each in cells))  # type: ignore[arg-type]
+
+
+def progress(*columns: ProgressColumn) -> Progress:
+    """A bar on standard error that goes when it is full; none where nobody looks."""
+    console = screen(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 import kvstore
 from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
@@ -22,7 +22,7 @@ from kvstore.identity import Identity
 from kvstore.showing import escaped
 from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import NO, one_line
-from server.commands.screen import screen
+from server.commands.screen import progress, screen
 from server.commands.status import size
 from server.commands.units import span_seconds
 
@@ -174,9 +174,7 @@ def _run(warmer: Warmer, pins: _Pins, directory: Path, files: list[Path], as_jso
             failed.append(f"{name}: {error}")
     done: list[Warmed] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=(err := screen(stderr=True)), transient=True, disable=not err.is_terminal
-    ) as bar:
+    with progress(*columns) as bar:
         task = bar.add_task("prefilling, tokens", total=sum(len(tokens) for _, tokens in documents))
         for each in warmer.warm(documents):
             done.append(each)

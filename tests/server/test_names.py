@@ -1,4 +1,4 @@
-"""Names are shown as they are, and obeyed by nobody: each command and page that shows one, against a daemon."""
+"""Names are shown as they are and obeyed by nobody: each command and page that shows one, before a daemon."""
 
 from __future__ import annotations
 
