@@ -65,8 +65,10 @@ class SocketNames:
         with _named(self.path):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked(), contextlib.ExitStack() as undo:
-                for path in (self.path, self.arena):
-                    _require_free(path)
+                # Whoever drains may still have the arena's, and is found by nobody any more.
+                _require_socket(self.arena)
+                if _require_socket(self.path):
+                    _require_nobody(self.path)
                 bound = Bound(*(self.path.with_name(f".{secrets.token_hex(3)}") for _ in range(2)))
                 for path in (bound.calls, bound.arena):
                     undo.callback(path.unlink, missing_ok=True)
@@ -121,14 +123,19 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def _require_free(path: Path) -> None:
-    """Raises ``AddressUnusable`` unless nothing is there, or the socket of a daemon that died."""
+def _require_socket(path: Path) -> bool:
+    """Whether a socket is there, or nothing. Raises ``AddressUnusable`` for anything else."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
-        return
+        return False
     if not stat.S_ISSOCK(mode):
-        raise AddressUnusable(f"{path} exists and is no socket; choose another --listen")
+        raise AddressUnusable(f"{path} exists and is no socket; move it away, or choose another --listen")
+    return True
+
+
+def _require_nobody(path: Path) -> None:
+    """Raises ``AddressInUse`` if somebody listens there, and ``AddressUnusable`` if that is not known."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_SECONDS)
         code = probe.connect_ex(str(path))
