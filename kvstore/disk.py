@@ -308,11 +308,12 @@ class DiskTier:
                 _remove(directory, "no_namespace")
 
     def close(self) -> None:
-        """Close the environments and give the directory up."""
-        for payloads in self._payloads.values():
-            payloads.close()
-        self.catalog.close()
-        self._lock.close()
+        """Close the environments and give the directory up: all of them, whatever one of them raises."""
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._lock.close)
+            ends.callback(self.catalog.close)
+            for payloads in self._payloads.values():
+                ends.callback(payloads.close)
 
 
 def _usage(directory: Path) -> int:

@@ -386,8 +386,9 @@ class Store:
         # Not ended: a worker may still touch the slots that it holds.
         for lease in self._leases:
             self._expire(lease)
-        durable = await self._writer.close(self.settings.drain_seconds)
-        await self._host.close()
-        self.arena.close()
-        await asyncio.to_thread(self._disk.close)
-        return durable
+        async with contextlib.AsyncExitStack() as ends:  # each is ended, whatever those before it raise
+            ends.push_async_callback(asyncio.to_thread, self._disk.close)
+            ends.callback(self.arena.close)
+            ends.push_async_callback(self._host.close)
+            durable = await self._writer.close(self.settings.drain_seconds)
+        return durable  # noqa: RET504  (a stack could swallow what is raised, mypy says)

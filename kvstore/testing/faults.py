@@ -68,6 +68,7 @@ class Faults:
     fail_writes: bool = False
     fail_reads: bool = False
     fail_frees: bool = False
+    fail_close: bool = False  # once everything is closed
     fail_commits: int = 0  # so many of the catalogue's next commits
     lie_in_reads: bool = False  # a byte is not what was written, and nobody says so
     tear_writes: bool = False  # only the first half of each payload reaches the disk, and nobody says so
@@ -158,6 +159,8 @@ class FaultyPayloads:
     def close(self) -> None:
         """See ``Payloads.close``."""
         self._inner.close()
+        if self._faults.fail_close:
+            raise DiskError("injected: the disk cannot be closed")
 
 
 class FaultyCatalog(Catalog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,10 +14,12 @@ from pathlib import Path
 import pytest
 import typer
 
+import kvstore
 from kvstore.errors import DiskError
 from kvstore.observer import Observer
 from kvstore.settings import StoreSettings
 from kvstore.store import Store
+from kvstore.testing.faults import Faults
 from server.commands.failures import one_line
 from server.commands.serve import run_daemon
 from server.config import load
@@ -33,24 +36,24 @@ def settings(flags: list[str]) -> dict[str, str]:
     }
 
 
-class BrokenDisk(Store):
-    """A store whose disk fails as it is closed, once everything else of it is."""
-
-    async def close(self) -> bool:
-        await super().close()
-        raise DiskError("injected: the catalogue cannot be closed")
-
-
 async def broken(settings: StoreSettings, observer: Observer) -> Store:
-    return await BrokenDisk.open(settings, observer=observer)
+    """A store whose disk fails when it is closed."""
+    return await Store.open(settings, Faults(fail_close=True).open, observer)
 
 
 async def run_to_its_end(daemon: Daemon, socket: Path) -> None:
     running = asyncio.create_task(daemon.run())
     while not socket.exists():
         await asyncio.sleep(0.01)
+    url = f"unix://{socket}"
+    await asyncio.to_thread(store_a_block, url)
     os.kill(os.getpid(), signal.SIGTERM)
     await running
+
+
+def store_a_block(url: str) -> None:
+    with contextlib.closing(kvstore.connect(url, timeout=DEADLINE)) as client:
+        document(client, 1).store(client, durable=False)
 
 
 @pytest.fixture
@@ -121,10 +124,11 @@ def test_a_daemon_whose_disk_cannot_be_closed_ends_with_a_line_and_a_status(flag
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline().startswith("latentkv: serving on")
+        store_a_block(given[3])
         process.terminate()
         assert process.wait(DEADLINE) == 2
         lines = process.stderr.read().splitlines()
-    assert lines[-1] == "latentkv: injected: the catalogue cannot be closed"
+    assert lines[-1] == "latentkv: injected: the disk cannot be closed"
     assert any("event=end_failed step=_close_stores" in line for line in lines)
 
 
