@@ -16,8 +16,11 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 # What to do about what the system says, by its number.
 _MENDS = {
-    errno.ENOTDIR: "a file stands where a directory should be: move it away, or choose another directory",
-    errno.EEXIST: "a file stands where a directory should be: move it away, or choose another directory",
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EEXIST),
+        "a file or a broken link stands where a directory should be: move it away, or choose another place",
+    ),
+    errno.EISDIR: "a directory stands where a file should be: move it away, or choose another directory",
     errno.ENOENT: "something on its way is missing: make it, or choose another directory",
     errno.ENOSPC: "the disk is full: free some of it, or choose another directory",
     errno.EDQUOT: "the disk quota is used up: raise it, or choose another directory",
@@ -75,17 +78,24 @@ def lock_directory(path: Path) -> DirectoryLock:
 def directory_error(path: Path, error: OSError | lmdb.Error) -> DataDirError:
     """What it means for a data directory that the system refused something: the file, why, and what to do."""
     code = error.errno if isinstance(error, OSError) else error.code
-    where, why = path, str(error)
+    where, why = path, str(error).removeprefix(f"{path}: ")
     if isinstance(error, OSError):
         where, why = Path(os.fsdecode(error.filename or path)), error.strerror or why
     said = f"data directory {path} cannot be {'written' if code in _READ_ONLY else 'used'}: {where}: {why};"
     if code in _READ_ONLY:
-        return DataDirReadOnly(f"{said} {_who_may(where)}")
-    mend = _MENDS.get(code, "see what latentkv check says of it, or choose another directory")
-    return DataDirError(f"{said} {mend}")
+        return DataDirReadOnly(f"{said} {who_may(where)}")
+    strange = (
+        "it is damaged, or of another program: remove it to start empty (it is a cache), or choose another"
+    )
+    return DataDirError(f"{said} {mend_of(code) or strange}")
 
 
-def _who_may(path: Path) -> str:
+def mend_of(code: int | None) -> str | None:
+    """What to do about an ``errno`` of a file or directory; None where nothing better is known."""
+    return _MENDS.get(code or 0)
+
+
+def who_may(path: Path) -> str:
     """What keeps us from writing there, and what to do."""
     nearest = next(each for each in (path, *path.parents) if os.path.exists(each))  # exists() may raise
     if os.statvfs(nearest).f_flag & os.ST_RDONLY:

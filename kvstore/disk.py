@@ -22,13 +22,13 @@ import xxhash
 
 from kvstore.catalog import BlockRecord, Catalog, UnitRecord
 from kvstore.codec import codec_by_id, codec_by_name
-from kvstore.directory import lock_directory
+from kvstore.directory import directory_error, lock_directory
 from kvstore.errors import CorruptBlock, DiskError, FormatMismatch
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
 from kvstore.observer import Observer, Unobserved
 from kvstore.payloads import Keys, OpenPayloads, Payloads, Place
-from kvstore.payloads.direct import Run
+from kvstore.payloads.direct import Run, make_directory
 from kvstore.payloads.kinds import LEAD, OPEN
 from kvstore.settings import StoreSettings
 
@@ -114,6 +114,7 @@ class DiskTier:
             self.catalog = Catalog.open(settings.data / "catalog", settings.catalog_bytes)
             undo.callback(self.catalog.close)
             self._require_kind(settings)
+            self._require_directory()
             undo.pop_all()
         self.lead = LEAD[settings.payloads]
         self.readers = settings.readers
@@ -125,6 +126,13 @@ class DiskTier:
         # Any thread appends; one at a time takes: freed again, a place could be another payload's by then.
         self._unnamed: deque[tuple[int, list[int]]] = deque()
         self._freeing = threading.Lock()
+
+    def _require_directory(self) -> None:
+        """Raises ``DataDirError``: now, and not when the first block is to be written."""
+        try:
+            make_directory(self._payload_root)
+        except OSError as error:
+            raise directory_error(self._payload_root, error) from error
 
     def _require_kind(self, settings: StoreSettings) -> None:
         found = self.catalog.claim("payloads", settings.payloads)

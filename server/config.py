@@ -65,8 +65,10 @@ def _check_listen(listen: str) -> str:
 
 def _check_path(given: object) -> object:
     """``~`` is somebody's home, and an empty text is no path: it would be the current directory."""
-    if not isinstance(given, str):
+    if isinstance(given, Path):
         return given
+    if not isinstance(given, str):
+        raise ValueError("write a path, in quotes")
     if not given.strip():
         raise ValueError("it is empty: name a path (. is the current directory), or leave the setting away")
     if "\0" in given:
@@ -328,6 +330,6 @@ class _Origin:
         if first["type"] == "missing":
             return f"{name} is not set: give --{name}, {ENV_PREFIX}{name.upper()}, or {name} in the TOML file"
         if first["type"] == "extra_forbidden":
-            return f"{name}={first['input']!r} ({source}) is no setting"
+            return f"{name}={first['input']!r} ({source}) is no setting; latentkv config show lists them"
         reason = first["msg"].removeprefix("Value error, ")
         return f"{name}={first['input']!r} ({source}): {reason}"

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.address import ARENA_SUFFIX, UNIX, Address
+from kvstore.directory import mend_of, who_may
 from kvstore.errors import KVStoreError
 
 _TRIES, _PAUSE_SECONDS = 100, 0.05  # for the lock, which is held for milliseconds
@@ -81,6 +82,8 @@ class SocketNames:
 
     def release(self) -> None:
         """Remove what is still ours. Raises ``OSError``."""
+        if not self._ours:
+            return
         with contextlib.suppress(FileNotFoundError), self._locked():  # the whole directory may be gone
             for path, ours in self._ours.items():
                 with contextlib.suppress(FileNotFoundError):
@@ -155,9 +158,12 @@ def _named(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename or path
+        known = mend_of(error.errno)
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            known = who_may(Path(os.fsdecode(where)))
+        mend = known or "mend that, or choose another --listen"
         raise AddressUnusable(
-            f"listen={UNIX + str(path)!r} cannot be used: {where}: {error.strerror or error}; mend that, or"
-            " choose another --listen"
+            f"listen={UNIX + str(path)!r} cannot be used: {where}: {error.strerror or error}; {mend}"
         ) from None
 
 
@@ -177,4 +183,5 @@ def unbindable(setting: str, address: str, error: OSError) -> AddressUnusable:
     else:
         mend = _MENDS.get(error.errno or 0, "choose another").replace("--listen", f"--{setting}")
     kind = AddressInUse if error.errno == errno.EADDRINUSE else AddressUnusable
-    return kind(f"{setting}={address!r} cannot be bound ({error.strerror or error}): {mend}")
+    why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+    return kind(f"{setting}={address!r} cannot be bound ({why}): {mend}")
