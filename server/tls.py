@@ -18,7 +18,8 @@ class Certificate:
         if config.tls_cert is None or config.tls_key is None:
             raise ConfigError(f"listen={config.address!r} needs tls_cert and tls_key")
         self._cert, self._key, self._authority = config.tls_cert, config.tls_key, config.tls_client_ca
-        self._fresh: grpc.ServerCertificateConfiguration | None = self._read()
+        self._known = self._read()
+        self._fresh: grpc.ServerCertificateConfiguration | None = None  # until gRPC has taken it
 
     @property
     def file(self) -> Path:
@@ -31,9 +32,10 @@ class Certificate:
 
     def credentials(self) -> grpc.ServerCredentials:
         """For gRPC, which asks with each handshake whether there is another certificate."""
-        first = self._next()
         return grpc.dynamic_ssl_server_credentials(
-            first, self._next, require_client_authentication=self._authority is not None
+            self._known,
+            self._next,  # type: ignore[arg-type]  # the stubs do not know that None is "as before"
+            require_client_authentication=self._authority is not None,
         )
 
     def _next(self) -> grpc.ServerCertificateConfiguration | None:
