@@ -123,6 +123,7 @@ class Config(BaseSettings):
     pin_share: float = 0.5
     lease_seconds: float = 60.0
     drain_seconds: float = Field(default=30.0, gt=0)
+    request_seconds: float = Field(default=10.0, gt=0, le=3600)
     readers: int = 8
     numa_node: int | None = None
     http: Annotated[str, AfterValidator(_check_http)] | None = None

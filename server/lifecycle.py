@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 _STREAM_GRACE = 2.0  # seconds in which calls that are running may end by themselves
 _GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.per_message_decompression", 0),  # 8 KB of gzip may be 8 MiB: what is compressed is no message
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # else a second daemon could listen on the same port
     ("grpc.keepalive_time_ms", 30_000),  # a peer whose host died must not hold a stream for ever
@@ -172,7 +173,9 @@ class Daemon:
         workers = [domain.workers for domain in self._domains.values()]
         # Who is refused may be nobody's: it is counted with the first domain.
         known = Identifying(self._credentials, workers, self._reporters[DEFAULT_DOMAIN].tally)
-        self._server = grpc.aio.server(interceptors=[known, Decoding()], options=_GRPC_OPTIONS)
+        tallies = {name: reporter.tally for name, reporter in self._reporters.items()}
+        decoding = Decoding(tallies, self._config.request_seconds)
+        self._server = grpc.aio.server(interceptors=[known, decoding], options=_GRPC_OPTIONS)
         add_services(self._domains, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         reflection.enable_server_reflection(

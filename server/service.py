@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
@@ -48,13 +47,9 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
         began = time.monotonic()
         try:
             service.refuse_when_draining()
-            if isinstance(request, DecodeError):
-                raise request
             response = await handler(service, request, context)
         except KVStoreError as error:
             failure = error
-        except DecodeError as error:
-            failure = InvalidArgument(f"what came is no message of {verb} ({error}); use the published proto")
         except Exception as error:  # a handler's bug must cost one call, not the daemon
             if context.done():  # the caller has gone; writing to it is what failed
                 service.tally.answered(verb, "CANCELLED")

@@ -36,6 +36,7 @@ HELP = {
     "max_age_seconds": "Life of a block since it was stored; 0 is for ever. (0)",
     "pin_share": "Share of the disk that pins may keep, 0 to 0.8. (0.5)",
     "lease_seconds": "Life of an unused lease. (60)",
+    "request_seconds": "Time for a peer to send a request, or to read the answer of a page. (10)",
     "drain_seconds": "Deadline for what is unwritten at the end. (30)",
     "readers": "Threads that read blocks. (8)",
     "numa_node": "NUMA node of the shared memory, that of the workers' GPUs. (any)",
