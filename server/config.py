@@ -94,6 +94,13 @@ def _read_map(given: object) -> object:
         raise ValueError('write JSON, such as {"acme": "100GiB"}, or a table in the file') from None
 
 
+def _read_names(given: object) -> object:
+    """Names from a flag or the environment stand between commas; a file has them as a list."""
+    if not isinstance(given, str):
+        return given
+    return [name for part in given.split(",") if (name := part.strip())]
+
+
 class Config(BaseSettings):
     """Every setting of the daemon. Sizes in bytes (``4GiB`` and the like are read), times in seconds."""
 
@@ -127,6 +134,7 @@ class Config(BaseSettings):
     readers: int = 8
     numa_node: int | None = None
     http: Annotated[str, AfterValidator(_check_http)] | None = None
+    http_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_read_names)] = ()
     record_bytes: ByteSize = ByteSize(16 << 20)
     prefill_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     gpu_hour_price: float = Field(default=0.0, ge=0, allow_inf_nan=False)

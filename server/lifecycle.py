@@ -154,7 +154,12 @@ class Daemon:
         if self._config.http is None:
             return None
         try:
-            return WebServer(self._config.http, self._pages.routes())
+            return WebServer(
+                self._config.http,
+                self._pages.routes(),
+                hosts=self._config.http_hosts,
+                seconds=self._config.request_seconds,
+            )
         except OSError as error:
             raise AddressInUse(
                 f"http={self._config.http!r} cannot be bound ({error.strerror}); choose another --http"

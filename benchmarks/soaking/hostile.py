@@ -10,6 +10,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1 import kvstore_pb2_grpc, operator_pb2
 
 SECONDS = 10.0  # after which a peer gives up
+HELD_SECONDS = 0.5  # for connections that are opened to be in the way
 EMPTY_MARKS = 4_000_000  # in one message: 8 MiB, or 8 KB of gzip
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS = 0x0, 0x1, 0x3, 0x4
@@ -119,6 +121,7 @@ def _held(victim: Victim, count: int, said: bytes) -> Outcome:
                 came["opened"] += 1
             except OSError as error:
                 came[type(error).__name__] += 1
+        time.sleep(HELD_SECONDS)
     return came
 
 
@@ -201,6 +204,8 @@ def _asked(victim: Victim, count: int, pieces: list[bytes], *, answer: bool = Fa
                     connection.sendall(piece)
         for connection in opened:
             came[_status(connection) if answer else "opened"] += 1
+        if not answer:
+            time.sleep(HELD_SECONDS)
     return came
 
 

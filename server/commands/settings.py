@@ -40,6 +40,7 @@ HELP = {
     "drain_seconds": "Deadline for what is unwritten at the end. (30)",
     "readers": "Threads that read blocks. (8)",
     "numa_node": "NUMA node of the shared memory, that of the workers' GPUs. (any)",
+    "http_hosts": "Names the HTTP port may be asked by, beside its own: a, b. (none)",
     "record_bytes": "RAM for a record of the last requests, for plan; 0 is none. (16MiB)",
     "prefill_rate": "Tokens a second that the model prefills, to say what is saved. (unknown)",
     "gpu_hour_price": "Price of an hour of the GPU, in your money. (unknown)",
