@@ -33,7 +33,7 @@ from server.workers import Worker, WorkerTable
 
 _BEARER = "Bearer "
 NO_VERB = "unknown"  # in metrics: what a call named may be anything
-_CERTIFICATE_NAMES = "x509_subject_alternative_name"
+_CERTIFICATE_NAMES = "peer_dns"  # not its URIs, addresses or mail addresses, nor its common name
 
 _caller: ContextVar[Caller] = ContextVar("caller")  # of the call that this task answers
 

@@ -26,6 +26,7 @@ from kvstore.errors import KVStoreError
 from kvstore.observer import Observer
 from kvstore.settings import StoreSettings
 from kvstore.store import Store
+from server import connections
 from server.access import Identifying
 from server.config import ARENA_SUFFIX, Config
 from server.credentials import DEFAULT_DOMAIN, CredentialFile, Credentials, CredentialsError, Unguarded
@@ -45,15 +46,6 @@ from server.web import WebServer
 log = logging.getLogger(__name__)
 
 _STREAM_GRACE = 2.0  # seconds in which calls that are running may end by themselves
-_GRPC_OPTIONS = (
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.per_message_decompression", 0),  # 8 KB of gzip may be 8 MiB: what is compressed is no message
-    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # else a second daemon could listen on the same port
-    ("grpc.keepalive_time_ms", 30_000),  # a peer whose host died must not hold a stream for ever
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-)
 
 
 class AddressInUse(KVStoreError):
@@ -180,7 +172,9 @@ class Daemon:
         known = Identifying(self._credentials, workers, self._reporters[DEFAULT_DOMAIN].tally)
         tallies = {name: reporter.tally for name, reporter in self._reporters.items()}
         decoding = Decoding(tallies, self._config.request_seconds)
-        self._server = grpc.aio.server(interceptors=[known, decoding], options=_GRPC_OPTIONS)
+        self._server = grpc.aio.server(
+            interceptors=[known, decoding], options=connections.options(self._config.request_seconds)
+        )
         add_services(self._domains, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         reflection.enable_server_reflection(

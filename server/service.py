@@ -28,7 +28,7 @@ from server.record import RequestRecord
 from server.refusals import refuse
 from server.streams import Context, Upload, announce_slots, send_blocks
 from server.tally import Asked, Tally
-from server.workers import WorkerTable, require_lease_room
+from server.workers import WorkerTable
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +123,7 @@ class KVStoreService:
         hashes = wire.hashes_of(start.hashes)
         space = self._access.space(start.namespace)
         began = time.monotonic()
-        with self._workers.streaming(self._access.worker(start.worker)) as holder:
-            require_lease_room(holder)
+        with self._workers.loading(self._access.worker(start.worker), len(hashes)) as holder:
             stream = self._store.load(holder, space.digest, hashes, start.first, wire.readers_of(start))
             whole = False
             try:
@@ -148,9 +147,8 @@ class KVStoreService:
 
     @answered
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
-        holder = self._workers.holder(self._access.worker(request.worker))
-        if not request.lease:
-            require_lease_room(holder)
+        worker = self._access.worker(request.worker)
+        holder = self._workers.holder(worker) if request.lease else self._workers.lessee(worker)
         reserved = self._store.reserve(
             holder,
             self._access.space(request.namespace).digest,
