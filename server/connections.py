@@ -11,7 +11,10 @@ from server.events import event
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 2048  # at the gRPC port; one more is closed at once
-MAX_STREAMS = 1024  # calls at once on a connection; the peer keeps the others back
+MAX_STREAMS = 256  # calls at once on a connection; the peer keeps the others back
+# Calls that have come and that the event loop has not seen yet. Beyond it gRPC cancels some, of anybody:
+# at 1,000 by default, which one peer reaches that makes calls and resets them.
+MAX_PENDING = 1 << 16
 IDLE_SECONDS = 600.0  # without a call, after which a connection is closed; the next call opens another
 DESCRIPTORS = 1 << 16  # as many as the daemon ever asks for
 
@@ -27,6 +30,8 @@ def options(request_seconds: float) -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.server.max_pending_requests", MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
         ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, raise_descriptors() // 2)),
         ("grpc.max_connection_idle_ms", int(IDLE_SECONDS * 1000)),
         ("grpc.server_handshake_timeout_ms", int(request_seconds * 1000)),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import NoReturn
+
+import grpc
 
 from kvstore import wire
 from kvstore.errors import KVStoreError
@@ -22,4 +25,7 @@ async def refuse(tally: Tally, verb: str, context: Context, failure: KVStoreErro
     said = {"verb": verb, "status": code.name, "error": type(failure).__name__}
     _refusals.event(logging.INFO, "call_refused", kind=code.name, **said)
     event(log, logging.DEBUG, "call_refused_because", verb=verb, details=details)
-    await context.abort(code, details, trailing)
+    try:
+        await context.abort(code, details, trailing)
+    except grpc.aio.InternalError:  # there is nobody to be told any more
+        raise asyncio.CancelledError from None

@@ -7,6 +7,7 @@ an unexpected one INTERNAL, in one place.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import time
@@ -26,7 +27,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from server.access import Access
 from server.record import RequestRecord
 from server.refusals import refuse
-from server.streams import Context, Upload, announce_slots, send_blocks
+from server.streams import Context, Unread, Upload, announce_slots, send_blocks
 from server.tally import Asked, Tally
 from server.workers import WorkerTable
 
@@ -50,10 +51,16 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
             response = await handler(service, request, context)
         except KVStoreError as error:
             failure = error
+        except Unread:
+            service.tally.answered(verb, grpc.StatusCode.DEADLINE_EXCEEDED.name)
+            raise
+        except grpc.aio.InternalError:  # the caller has gone; writing to it is what failed
+            service.tally.answered(verb, grpc.StatusCode.CANCELLED.name)
+            raise asyncio.CancelledError from None
         except Exception as error:  # a handler's bug must cost one call, not the daemon
-            if context.done():  # the caller has gone; writing to it is what failed
-                service.tally.answered(verb, "CANCELLED")
-                raise
+            if context.done():  # the caller has gone, whatever failed then
+                service.tally.answered(verb, grpc.StatusCode.CANCELLED.name)
+                raise asyncio.CancelledError from None
             log.exception("event=call_failed verb=%s", verb)
             failure = wire.DaemonFailed(f"{verb} failed in the daemon ({type(error).__name__}); see its log")
         else:
@@ -69,12 +76,22 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
 class KVStoreService:
     """Implements ``kvstore.v1.KVStore`` over one store."""
 
-    def __init__(self, store: Store, workers: WorkerTable, tally: Tally, record: RequestRecord) -> None:
+    def __init__(
+        self,
+        store: Store,
+        workers: WorkerTable,
+        tally: Tally,
+        record: RequestRecord,
+        *,
+        read_seconds: float,
+    ) -> None:
+        """A worker may take ``read_seconds`` to take a piece of a block."""
         self._store = store
         self._record = record
         self._workers = workers
         self._access = Access(store)
         self.tally = tally
+        self._read_seconds = read_seconds
         self._draining = False
 
     def drain(self) -> None:
@@ -131,7 +148,7 @@ class KVStoreService:
                 if holder.mapped:
                     await announce_slots(stream, requests, context)
                 else:
-                    await send_blocks(stream, context)
+                    await send_blocks(stream, context, self._read_seconds)
                 whole = True
             finally:
                 # A worker may die before its stream does; what was announced since is nobody's.

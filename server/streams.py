@@ -20,6 +20,10 @@ from server.workers import Worker, WorkerTable
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
+class Unread(asyncio.CancelledError):
+    """A peer does not take what is written to it. No status can be sent behind that: the call is given up."""
+
+
 async def announce_slots(
     stream: LoadStream, requests: AsyncIterator[pb.LoadRequest], context: Context
 ) -> None:
@@ -60,17 +64,20 @@ async def _credit(stream: LoadStream, requests: AsyncIterator[pb.LoadRequest]) -
         stream.give_back(wire.indices_of(request.returned))
 
 
-async def send_blocks(stream: LoadStream, context: Context) -> None:
-    """Load for a worker that gets bytes; gRPC's flow control is its credit."""
+async def send_blocks(stream: LoadStream, context: Context, seconds: float) -> None:
+    """Load for a worker that gets bytes; gRPC's flow control is its credit.
+
+    Raises ``Unread`` when it takes no more for so many seconds: its lease has expired by then.
+    """
     while batch := await stream.next():
         for index, _ in batch:
-            await _send_block(stream, index, context)
+            await _send_block(stream, index, context, seconds)
             stream.give_back([index])
     if stream.short is not None:
         await context.write(pb.LoadResponse(short=stream.short))
 
 
-async def _send_block(stream: LoadStream, index: int, context: Context) -> None:
+async def _send_block(stream: LoadStream, index: int, context: Context, seconds: float) -> None:
     nbytes, checksum = len(stream.view(index)), stream.checksum(index)
     for start in range(0, nbytes, wire.CHUNK_BYTES):
         # A slow worker's lease may expire between chunks, so each asks for the bytes anew;
@@ -78,7 +85,11 @@ async def _send_block(stream: LoadStream, index: int, context: Context) -> None:
         data = bytes(stream.view(index)[start : start + wire.CHUNK_BYTES])
         last = start + len(data) == nbytes
         chunk = pb.Chunk(block=index, offset=start, data=data, last=last, checksum=checksum if last else 0)
-        await context.write(pb.LoadResponse(chunk=chunk))
+        try:
+            async with asyncio.timeout(seconds):
+                await context.write(pb.LoadResponse(chunk=chunk))
+        except TimeoutError:
+            raise Unread from None
 
 
 class Upload:
