@@ -49,11 +49,11 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
         try:
             service.refuse_when_draining()
             response = await handler(service, request, context)
+        except Unread as unread:
+            service.tally.answered(verb, grpc.StatusCode.DEADLINE_EXCEEDED.name)
+            return await unread.told(context)
         except KVStoreError as error:
             failure = error
-        except Unread:
-            service.tally.answered(verb, grpc.StatusCode.DEADLINE_EXCEEDED.name)
-            raise
         except grpc.aio.InternalError:  # the caller has gone; writing to it is what failed
             service.tally.answered(verb, grpc.StatusCode.CANCELLED.name)
             raise asyncio.CancelledError from None
