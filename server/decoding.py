@@ -74,7 +74,7 @@ class Decoding(Wrapping):
         super().__init__()
         self._tallies = tallies
         self._seconds = seconds
-        self._receptions: dict[Caller | None, Reception] = {}  # None: of services that are for everyone
+        self._receptions: dict[Caller | str, Reception] = {}  # a verb's name: of services for everyone
 
     def wrap(self, handler: Any, service: str, verb: str) -> Any:
         """See ``Wrapping``."""
@@ -103,7 +103,7 @@ class Decoding(Wrapping):
 
         async def answer(_: Any, context: Context) -> Any:
             try:
-                with self._received() as reception:
+                with self._received(verb) as reception:
                     requests = Requests(verb, context, reception)
                     request = requests if handler.request_streaming else await requests.only()
                     return await _answered(behind(request, context), context)
@@ -115,9 +115,9 @@ class Decoding(Wrapping):
         return answer
 
     @contextmanager
-    def _received(self) -> Iterator[Reception]:
+    def _received(self, verb: _Verb) -> Iterator[Reception]:
         """Where the messages of this call's caller come in, with one more call."""
-        who = caller_or_nobody()
+        who = caller_or_nobody() or verb.name  # so that streams of strangers keep no check of health out
         reception = self._receptions.setdefault(who, Reception(self._seconds))
         try:
             with reception.call():

@@ -29,8 +29,11 @@ class Reception:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """One more call, until it ends. Raises ``LimitReached``."""
-        if self.calls >= MAX_CALLS:
+        """One more call, until it ends. Raises ``LimitReached``.
+
+        When there are enough, one that is still to say what it wants makes room for it.
+        """
+        if self.calls >= MAX_CALLS and not self._hurry(0.0):
             raise LimitReached(f"{MAX_CALLS} calls of this caller are open already; wait for some to end")
         self.calls += 1
         try:
@@ -43,7 +46,7 @@ class Reception:
         """A place to receive a message in. Raises ``TimeoutError`` when the time is over."""
         async with asyncio.timeout(self.seconds) as limit:
             if self._places.locked():
-                self._hurry()
+                self._hurry(PATIENCE)
             async with self._places:
                 self._inside[limit] = asyncio.get_running_loop().time()
                 try:
@@ -51,10 +54,12 @@ class Reception:
                 finally:
                     self._inside.pop(limit, None)
 
-    def _hurry(self) -> None:
-        """Somebody waits: whoever has been inside longest shall be done soon."""
+    def _hurry(self, patience: float) -> bool:
+        """Whoever has been inside longest has so many seconds in all; whether there is one."""
         longest = next(iter(self._inside), None)
-        if longest is not None:
-            since = self._inside.pop(longest)
-            soon, until = since + PATIENCE, longest.when()
-            longest.reschedule(soon if until is None else min(soon, until))
+        if longest is None:
+            return False
+        since = self._inside.pop(longest)
+        soon, until = since + patience, longest.when()
+        longest.reschedule(soon if until is None else min(soon, until))
+        return True
