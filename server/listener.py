@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from server.events import event
 
@@ -135,7 +135,7 @@ class Listener(ThreadingHTTPServer):
 class _Head(io.BufferedIOBase):
     """The lines of a request's head, up to ``HEAD_BYTES`` of them."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: io.BufferedIOBase) -> None:
         self._file = file
         self._left = HEAD_BYTES
 

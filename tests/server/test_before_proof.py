@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -20,14 +21,17 @@ import kvstore
 from benchmarks.soaking import hostile
 from benchmarks.soaking.hostile import EMPTY_MARKS, Victim
 from kvstore import wire
+from kvstore.client import Client
+from kvstore.errors import Unavailable
 from kvstore.identity import Identity
+from kvstore.namespace import Namespace
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1 import kvstore_pb2_grpc
 from server.connections import MAX_STREAMS
 from server.credentials import hash_of, new_token
 from server.operators import OPERATOR
 from server.receiving import MAX_CALLS, PLACES
-from tests.server.conftest import DEADLINE, DaemonProcess, Fleet, document, flag_maker
+from tests.server.conftest import DEADLINE, SMALL, DaemonProcess, Fleet, document, flag_maker
 from tests.server.test_failures import until
 from tests.server.test_hostile import VERBS
 from tests.server.test_tenants import OPERATORS, WORKER, entry
@@ -371,3 +375,39 @@ def test_descriptors_are_as_many_as_may_be(house: House) -> None:
     lines = Path(f"/proc/{house.daemon.process.pid}/limits").read_text().splitlines()
     (soft, hard) = next(line.split()[3:5] for line in lines if line.startswith("Max open files"))
     assert int(soft) == min(int(hard), 1 << 16)
+
+
+def test_connections_leave_the_daemon_its_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = tmp_path / "python"
+    limited.write_text(f'#!/bin/sh\nulimit -n 256\nexec {sys.executable} "$@"\n')
+    limited.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(limited))
+    with opened(tmp_path) as house, contextlib.ExitStack() as held:
+        assert house.works()
+        silent = [held.enter_context(hostile.greeted(house.victim)) for _ in range(400)]
+        assert all(hung_up(each) for each in silent[-100:])
+        # Who is connected goes on, and what needs descriptors of its own has them.
+        assert house.works()
+        client = kvstore.connect(house.daemon.url, timeout=DEADLINE, identity=Identity(house.tokens["chat"]))
+        held.callback(client.close)
+        for each in silent:
+            each.close()
+        until(lambda: can_open(client))
+
+
+def hung_up(connection: socket.socket) -> bool:
+    connection.settimeout(DEADLINE)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def can_open(client: Client) -> bool:
+    try:
+        client.open_namespace(Namespace(SMALL, tenant="chat"))
+    except Unavailable:
+        return False
+    return True
