@@ -108,6 +108,10 @@ class Unavailable(KVStoreError):
     """The store cannot be reached or is shutting down. Treated as a miss."""
 
 
+class LimitReached(Unavailable):
+    """The caller has as many of something as one caller may; others go on. Give some back, or use fewer."""
+
+
 class Unauthenticated(Unavailable):
     """The daemon serves only callers whom it knows, and this one proved nothing. Treated as a miss."""
 

@@ -74,6 +74,7 @@ _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     DaemonFailed: grpc.StatusCode.INTERNAL,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.LimitReached: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     KVStoreError: grpc.StatusCode.INTERNAL,
 }

@@ -32,7 +32,8 @@ from server.tally import Tally
 from server.workers import Worker, WorkerTable
 
 _BEARER = "Bearer "
-_CERTIFICATE_NAMES = "x509_subject_alternative_name"
+NO_VERB = "unknown"  # in metrics: what a call named may be anything
+_CERTIFICATE_NAMES = "peer_dns"  # not its URIs, addresses or mail addresses, nor its common name
 
 _caller: ContextVar[Caller] = ContextVar("caller")  # of the call that this task answers
 
@@ -40,6 +41,11 @@ _caller: ContextVar[Caller] = ContextVar("caller")  # of the call that this task
 def caller() -> Caller:
     """Who calls. Raises ``LookupError`` where no call is being answered."""
     return _caller.get()
+
+
+def caller_or_nobody() -> Caller | None:
+    """Who calls; None in a call of a service that is for everyone."""
+    return _caller.get(None)
 
 
 class Identifying(Wrapping):
@@ -56,6 +62,17 @@ class Identifying(Wrapping):
         if service not in (wire.SERVICE, OPERATOR):
             return handler
         return _preceded(handler, functools.partial(self._admit, service, verb))
+
+    def instead(self, service: str) -> Any:
+        """A verb that our services have not is for known callers, too. See ``Wrapping``."""
+        if service not in (wire.SERVICE, OPERATOR):
+            return None
+
+        async def answer(_: Any, context: Context) -> None:
+            await self._admit(service, NO_VERB, context)
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{service} has no such verb; use its proto")
+
+        return grpc.stream_unary_rpc_method_handler(answer)
 
     async def _admit(self, service: str, verb: str, context: Context) -> None:
         found = self._credentials.caller(self._evidence(context))

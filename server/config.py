@@ -137,6 +137,13 @@ class Place(BaseSettings):
     listen: Annotated[str, AfterValidator(_check_place)] | None = None
 
 
+def _read_names(given: object) -> object:
+    """Names from a flag or the environment stand between commas; a file has them as a list."""
+    if not isinstance(given, str):
+        return given
+    return [name for part in given.split(",") if (name := part.strip())]
+
+
 class Config(BaseSettings):
     """Every setting of the daemon. Sizes in bytes (``4GiB`` and the like are read), times in seconds."""
 
@@ -166,9 +173,11 @@ class Config(BaseSettings):
     pin_share: float = 0.5
     lease_seconds: float = 60.0
     drain_seconds: float = Field(default=30.0, gt=0)
+    request_seconds: float = Field(default=10.0, gt=0, le=3600)
     readers: int = 8
     numa_node: int | None = None
     http: Annotated[str, AfterValidator(_check_http)] | None = None
+    http_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_read_names)] = ()
     record_bytes: ByteSize = ByteSize(16 << 20)
     prefill_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     gpu_hour_price: float = Field(default=0.0, ge=0, allow_inf_nan=False)

@@ -36,7 +36,9 @@ class Domain:
         self.reporter = reporter
         # Twice, so that leases end by their own clock first, and say so.
         self.workers = WorkerTable(store, idle_seconds=2 * config.lease_seconds)
-        self.calls = KVStoreService(store, self.workers, reporter.tally, record)
+        self.calls = KVStoreService(
+            store, self.workers, reporter.tally, record, read_seconds=config.lease_seconds
+        )
         self.operators = OperatorService(store, reporter, record)
 
 

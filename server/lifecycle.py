@@ -23,6 +23,7 @@ from kvstore.observer import Observer
 from kvstore.settings import StoreSettings
 from kvstore.showing import escaped
 from kvstore.store import Store
+from server import connections
 from server.access import Identifying
 from server.config import Config, ConfigError
 from server.credentials import DEFAULT_DOMAIN, CredentialFile, Credentials, CredentialsError, Unguarded
@@ -45,14 +46,6 @@ from server.web import WebServer
 log = logging.getLogger(__name__)
 
 _STREAM_GRACE = 2.0  # seconds in which calls that are running may end by themselves
-_GRPC_OPTIONS = (
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # else a second daemon could listen on the same port
-    ("grpc.keepalive_time_ms", 30_000),  # a peer whose host died must not hold a stream for ever
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-)
 
 
 OpenStore = Callable[[StoreSettings, Observer], Awaitable[Store]]
@@ -157,7 +150,12 @@ class Daemon:
         if self._config.http is None:
             return None
         try:
-            return WebServer(self._config.http, self._pages.routes())
+            return WebServer(
+                self._config.http,
+                self._pages.routes(),
+                hosts=self._config.http_hosts,
+                seconds=self._config.request_seconds,
+            )
         except OSError as error:
             raise unbindable("http", self._config.http, error) from None
 
@@ -165,7 +163,11 @@ class Daemon:
         workers = [domain.workers for domain in self._domains.values()]
         # Who is refused may be nobody's: it is counted with the first domain.
         known = Identifying(self._credentials, workers, self._reporters[DEFAULT_DOMAIN].tally)
-        self._server = grpc.aio.server(interceptors=[known, Decoding()], options=_GRPC_OPTIONS)
+        tallies = {name: reporter.tally for name, reporter in self._reporters.items()}
+        decoding = Decoding(tallies, self._config.request_seconds)
+        self._server = grpc.aio.server(
+            interceptors=[known, decoding], options=connections.options(self._config.request_seconds)
+        )
         add_services(self._domains, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         reflection.enable_server_reflection(

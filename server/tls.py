@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
 from pathlib import Path
 
 import grpc
 
 from server.config import Config, ConfigError
+from server.events import event
+from server.trusted_files import TrustedFile, UntrustedFile, read_trusted
+
+log = logging.getLogger(__name__)
 
 
 class Certificate:
@@ -43,11 +48,23 @@ class Certificate:
         return fresh
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
+        named = {"tls_cert": self._cert, "tls_key": self._key, "tls_client_ca": self._authority}
+        files = {setting: _read(setting, path) for setting, path in named.items() if path is not None}
+        if files["tls_key"].open_to_all:
+            event(log, logging.WARNING, "tls_key_readable", file=self._key, reason="all may; chmod go-r it")
         _verify(self._cert, self._key, self._authority)
+        authority = files.get("tls_client_ca")
         return grpc.ssl_server_certificate_configuration(
-            [(self._key.read_bytes(), self._cert.read_bytes())],
-            root_certificates=self._authority.read_bytes() if self._authority else None,
+            [(files["tls_key"].data, files["tls_cert"].data)],
+            root_certificates=authority.data if authority else None,
         )
+
+
+def _read(setting: str, path: Path) -> TrustedFile:
+    try:
+        return read_trusted(path)
+    except UntrustedFile as error:
+        raise ConfigError(f"{setting}: {error}") from None
 
 
 def _verify(cert: Path, key: Path, authority: Path | None) -> None:
