@@ -43,6 +43,7 @@ class MissReason(StrEnum):
     NO_UNIT = "no_unit"  # stored further, but no unit ends there
     PENDING = "pending"  # another worker is filling the next block
     UNAVAILABLE = "unavailable"  # the store did not answer
+    UNKNOWN = "unknown"  # the daemon is newer, and its reason is not known here
 
 
 @dataclass(frozen=True, slots=True)
