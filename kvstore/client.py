@@ -124,6 +124,7 @@ class Client:
         first: int = 0,
         timeout: float = 60.0,
         readers: Readers | None = None,
+        counted: int = 0,
     ) -> Load:
         """See ``KVStore.load``."""
         block_bytes = self._block_bytes_of(namespace)
@@ -132,7 +133,7 @@ class Client:
 
         def start(mapping: Mapping | None) -> BlockLoad:
             identity = self._attachment.identity(mapping)
-            request = wire.load_start(identity, namespace, hashes, first, readers)
+            request = wire.load_start(identity, namespace, hashes, first, readers, counted)
             return self._start_load(mapping, request, wanted)
 
         try:

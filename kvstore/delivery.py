@@ -72,6 +72,9 @@ class _Out:
 
 
 def _end(source: Source, out: _Out, *, wait: bool) -> None:
+    unseen = out.take_back()
+    if unseen and wait:
+        source.give_back(unseen)  # the last that it got: they were delivered too
     source.end(out.end(), wait=wait)
 
 
@@ -116,7 +119,7 @@ class BlockLoad:
             unseen = self._out.take_back()
             if unseen and self._ending.alive:
                 self._source.give_back(unseen)
-        if self.short is None and self._next < self._count:  # ended by somebody else
+        if self.short is None and not self._ending.alive:  # ended by somebody else: nothing more is sure
             self.short = self._next
 
     def _receive(self) -> list[Lent] | int:

@@ -114,11 +114,13 @@ class Embedded:
         first: int = 0,
         timeout: float = 60.0,
         readers: Readers | None = None,
+        counted: int = 0,  # nobody counts by request here
     ) -> Load:
         """See ``KVStore.load``."""
         digest(namespace)
         bounded_hashes(hashes)
         unsigned("first", first, 32)
+        unsigned("counted", counted, 32)
         try:
             stream = self._call(lambda: self._store.load(self._holder, namespace, hashes, first, readers))
         except Unavailable as error:

@@ -256,7 +256,12 @@ def states_of(response: pb.ReserveResponse, hashes: Sequence[bytes], *, mapped: 
 
 
 def load_start(
-    identity: WorkerId, namespace: bytes, hashes: Sequence[bytes], first: int, readers: Readers | None
+    identity: WorkerId,
+    namespace: bytes,
+    hashes: Sequence[bytes],
+    first: int,
+    readers: Readers | None,
+    counted: int = 0,
 ) -> pb.LoadRequest:
     """The first message of a Load. Raises ``InvalidArgument``."""
     return pb.LoadRequest(
@@ -266,6 +271,7 @@ def load_start(
             first=unsigned("first", first, 32),
             worker=worker(identity),
             readers=None if readers is None else pb.Readers(group=readers.group, count=readers.count),
+            counted=unsigned("counted", counted, 32),
         )
     )
 
