@@ -91,7 +91,7 @@ class Transport:
         """
         self.require_usable()
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        with self.noting_silence(deadline) if timeout is None else self._noting_doubt():
+        with self.noting_silence(deadline) if timeout is None else self._noting_doubt(deadline):
             try:
                 return self._attempt(verb, request, deadline, wait=False)
             except wire.Unreachable:
@@ -113,12 +113,13 @@ class Transport:
             raise
 
     @contextlib.contextmanager
-    def _noting_doubt(self) -> Iterator[None]:
-        """Ask for a sign of life if what is done within was not answered in time."""
+    def _noting_doubt(self, deadline: float) -> Iterator[None]:
+        """Ask for a sign of life if what is done within took until its deadline."""
         try:
             yield
-        except (DeadlineExceeded, wire.Unreachable):
-            self.breaker.doubt()
+        except (DeadlineExceeded, wire.Unreachable) as error:
+            if isinstance(error, DeadlineExceeded) or time.monotonic() >= deadline:
+                self.breaker.doubt()
             raise
 
     def _await_ready(self, deadline: float) -> None:

@@ -112,7 +112,10 @@ def _show(found: Explanation, console: Console) -> None:
         )
         _show_place(found.stops_at.before, found.stops_at.after, console)
     if found.gone is not None:
-        console.print(f"It was {FATES[found.gone['why']]} on {moment(found.gone['at'])}.", highlight=False)
+        console.print(
+            f"It was {FATES.get(found.gone['why'], found.gone['why'])} on {moment(found.gone['at'])}.",
+            highlight=False,
+        )
     _show_units(found, console)
     if found.elsewhere:
         console.print(_elsewhere(found.elsewhere))

@@ -76,7 +76,8 @@ def _shown(report: Report, before: Report | None) -> Group:
 
 
 def _headline(report: Report) -> Text:
-    state = "disk cannot be written" if report["mode"] == "host_only" else "ready"
+    modes = {"ok": "ready", "host_only": "disk cannot be written"}
+    state = modes.get(report["mode"], report["mode"])  # a newer daemon may have others
     style = "green" if state == "ready" else "bold red"
     text = Text(f"latentkv {report['release']} at {report['address']}: ")
     text.append(state, style)
