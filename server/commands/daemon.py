@@ -50,7 +50,7 @@ def address(listen: str | None, data: str | None) -> str:
 
 
 class Answer(dict[str, Any]):
-    """An object of a daemon's answer. What it lacks, an older daemon does not know; what is new is left alone."""
+    """An object of a daemon's answer. What it lacks is of a newer release; what nobody reads is left alone."""
 
     def __missing__(self, name: str) -> Any:
         raise wire.NotUnderstood(
@@ -119,8 +119,8 @@ class Operator:
         known = [each for each in found if each is not None]
         if len(known) < len(found):
             typer.echo(
-                f"latentkv: {len(found) - len(known)} namespaces are of a kind that this command does not know,"
-                " and left out; upgrade it",
+                f"latentkv: {len(found) - len(known)} namespaces are left out, for they are of a release"
+                " newer than this command's; upgrade it",
                 err=True,
             )
         return known

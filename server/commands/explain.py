@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kvstore.errors import Unavailable
 from kvstore.layout import BLOCK_TOKENS
+from kvstore.wire import NotUnderstood
 from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import AWAY, one_line
 from server.commands.status import moment
@@ -82,6 +83,8 @@ def explain_prompt(
             with Operator(address(listen, data)) as daemon:
                 opened = daemon.namespaces()
                 found = explain(daemon, opened, choose(opened, namespace, tenant, model), ours, align)
+        except NotUnderstood:
+            raise
         except Unavailable:
             if not as_json:
                 raise

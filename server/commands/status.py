@@ -26,10 +26,10 @@ def status(listen: Url = None, data: Data = None, as_json: AsJson = False) -> No
     """Say how the daemon is: tiers, hits by tenant, misses by reason, faults. Exit 3 if none answers."""
     with one_line(), Operator(address(listen, data)) as daemon:
         report = daemon.report()
-    if as_json:
-        print(json.dumps(report))
-    else:
-        Console().print(_shown(report, None))
+        if as_json:
+            print(json.dumps(report))
+        else:
+            Console().print(_shown(report, None))
 
 
 def top(
