@@ -48,6 +48,10 @@ class NotReserved(KVStoreError):
     """A commit names a block that this lease did not reserve, or already committed."""
 
 
+class StillWritten(InvalidArgument):
+    """A block to be committed can still be written through its view. Drop what looks at it, commit again."""
+
+
 class ParentMissing(KVStoreError):
     """The chain up to the first block is not stored. Reserve from the first block."""
 
@@ -110,6 +114,10 @@ class Unavailable(KVStoreError):
 
 class LimitReached(Unavailable):
     """The caller has as many of something as one caller may; others go on. Give some back, or use fewer."""
+
+
+class Forked(Unavailable):
+    """The store or client belongs to the parent process. Treated as a miss; open or connect in the child."""
 
 
 class Unauthenticated(Unavailable):

@@ -9,6 +9,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvstore.api import KVStore, Match, MissReason, Tier
+from kvstore.ending import end_when_dropped
 from kvstore.errors import InvalidArgument, InvalidTokens, NamespaceUnknown
 from kvstore.hashing import ROOT, Tokens, as_tokens, block_hashes
 from kvstore.namespace import DIGEST_BYTES, Namespace
@@ -115,6 +117,8 @@ class Session:
         self.pool = LatentPool(info.layout, -(-pool_tokens // size), model.device)
         self._loader = PrefixLoader(self.pool, align=self._align, timeout=load_timeout)
         self._queue = StoreQueue(self.pool, store, deadline=store_deadline) if store is not None else None
+        if self._queue is not None:
+            end_when_dropped(self, partial(self._queue.close, store_deadline))
         self._closed = False
         self._counters: Counter[str] = Counter()
 
@@ -280,6 +284,7 @@ class Session:
         )
         if len(prefix.blocks) < len(hashes):
             self._counters["short_loads"] += 1
+            return replace(prefix, short=True)
         return prefix
 
     # --- the model
@@ -364,7 +369,7 @@ class Session:
             prompt_cache_hit_tokens=hit,
             prompt_cache_miss_tokens=len(request.tokens) - hit,
             hit_tokens_by_tier=tiers,
-            miss_reason=request.match.reason,
+            miss_reason=MissReason.LOST if prefix.short else request.match.reason,
         )
 
     def _guard(self, verb: str, work: Callable[[], Result], miss: Result) -> Result:

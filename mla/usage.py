@@ -11,7 +11,10 @@ from kvstore.api import MissReason, Tier
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request. Hit and miss tokens add up to the prompt's."""
+    """Tokens of one request. Hit tokens are those that came, and with the missed ones the prompt's.
+
+    ``miss_reason`` is that of the match, or ``LOST`` if the load brought less than it had found.
+    """
 
     prompt_tokens: int
     completion_tokens: int

@@ -122,9 +122,17 @@ def _call_families(taken: Snapshot) -> Iterator[Metric]:
 
 
 def _tenant_families(taken: Snapshot) -> Iterator[Metric]:
-    matches, hits, misses, loads, even, seconds, money = families = (
+    matches, found, hits, short, misses, loads, even, seconds, money = families = (
         CounterMetricFamily("latentkv_matches", "Prompts matched", labels=("tenant", "reason")),
-        CounterMetricFamily("latentkv_hit_tokens", "Tokens that Match found", labels=("tenant", "tier")),
+        CounterMetricFamily("latentkv_matched_tokens", "Tokens that Match found", labels=("tenant", "tier")),
+        CounterMetricFamily(
+            "latentkv_hit_tokens", "Tokens that loads delivered, once a request", labels=("tenant", "tier")
+        ),
+        CounterMetricFamily(
+            "latentkv_short_tokens",
+            "Tokens that loads asked for and did not get, once a request",
+            labels=("tenant",),
+        ),
         CounterMetricFamily(
             "latentkv_miss_tokens", "Tokens that Match did not find", labels=("tenant", "reason")
         ),
@@ -144,12 +152,14 @@ def _tenant_families(taken: Snapshot) -> Iterator[Metric]:
     for tenant, figures in sorted(taken.tenants.items()):
         for family, counts in (
             (matches, figures.matches),
+            (found, figures.matched_tokens),
             (hits, figures.hit_tokens),
             (misses, figures.miss_tokens),
             (loads, figures.loaded_tokens),
         ):
             for label, count in counts.items():
                 family.add_metric((tenant, label.value), count)
+        short.add_metric((tenant,), figures.short_tokens)
         even.add_metric((tenant,), figures.break_even_rate)
         seconds.add_metric((tenant,), figures.saved_seconds)
         money.add_metric((tenant,), taken.worth.money(figures.saved_seconds))

@@ -30,11 +30,13 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class TenantReport:
-    """One tenant since the daemon's start."""
+    """One tenant since the daemon's start; ``server.tally.TenantTally`` says what the tokens are."""
 
     tenant: str
     matches: int
+    matched_tokens: int
     hit_tokens: int
+    short_tokens: int
     miss_tokens: int
     loaded_tokens: int
     load_seconds: float
@@ -131,7 +133,9 @@ def tenants_of(tenants: dict[str, TenantTally], worth: Worth) -> list[TenantRepo
         TenantReport(
             tenant=name,
             matches=tally.matches.total(),
+            matched_tokens=tally.matched_tokens.total(),
             hit_tokens=tally.hit_tokens.total(),
+            short_tokens=tally.short_tokens,
             miss_tokens=tally.miss_tokens.total(),
             loaded_tokens=tally.loaded_tokens.total(),
             load_seconds=tally.load_seconds,
@@ -141,7 +145,7 @@ def tenants_of(tenants: dict[str, TenantTally], worth: Worth) -> list[TenantRepo
         )
         for name, tally in tenants.items()
     ]
-    return sorted(found, key=lambda each: -(each.hit_tokens + each.miss_tokens))
+    return sorted(found, key=lambda each: -(each.matched_tokens + each.miss_tokens))
 
 
 def misses_of(tenants: dict[str, TenantTally]) -> list[MissReport]:

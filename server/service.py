@@ -20,7 +20,7 @@ import grpc
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.layout import BLOCK_TOKENS
-from kvstore.loading import LoadStream
+from kvstore.loading import Outcome
 from kvstore.spaces import Space
 from kvstore.store import Store
 from kvstore.v1 import kvstore_pb2 as pb
@@ -28,7 +28,7 @@ from server.access import Access
 from server.record import RequestRecord
 from server.refusals import refuse
 from server.streams import Context, Unread, Upload, announce_slots, send_blocks
-from server.tally import Asked, Tally
+from server.tally import Asked, Loaded, Tally
 from server.workers import WorkerTable
 
 log = logging.getLogger(__name__)
@@ -153,14 +153,11 @@ class KVStoreService:
             finally:
                 # A worker may die before its stream does; what was announced since is nobody's.
                 stream.close(returned=whole or self._workers.is_gone(holder))
-                self._note_load(space, stream, time.monotonic() - began)
+                self._note_load(space, stream.outcome(start.counted), time.monotonic() - began)
 
-    def _note_load(self, space: Space, stream: LoadStream, seconds: float) -> None:
-        tokens = space.layout.block_tokens
-        disk = stream.read_blocks
-        host = stream.delivered - disk
-        nbytes = stream.delivered * space.block_bytes
-        self.tally.loaded(space.namespace.tenant, host * tokens, disk * tokens, nbytes, seconds)
+    def _note_load(self, space: Space, outcome: Outcome, seconds: float) -> None:
+        loaded = Loaded(outcome, space.layout.block_tokens, outcome.delivered * space.block_bytes, seconds)
+        self.tally.loaded(space.namespace.tenant, loaded)
 
     @answered
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:

@@ -14,6 +14,7 @@ from rich.text import Text
 from kvstore.errors import Unavailable
 from kvstore.layout import BLOCK_TOKENS
 from kvstore.showing import escaped, shown
+from kvstore.wire import NotUnderstood
 from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import AWAY, one_line
 from server.commands.screen import add_row, screen
@@ -84,6 +85,8 @@ def explain_prompt(
             with Operator(address(listen, data)) as daemon:
                 opened = daemon.namespaces()
                 found = explain(daemon, opened, choose(opened, namespace, tenant, model), ours, align)
+        except NotUnderstood:
+            raise
         except Unavailable:
             if not as_json:
                 raise
@@ -112,7 +115,8 @@ def _show(found: Explanation, console: Console) -> None:
         )
         _show_place(found.stops_at.before, found.stops_at.after, console)
     if found.gone is not None:
-        console.print(f"It was {FATES[found.gone['why']]} on {moment(found.gone['at'])}.")
+        fate = FATES.get(found.gone["why"], found.gone["why"])
+        console.print(f"It was {escaped(fate)} on {moment(found.gone['at'])}.")
     _show_units(found, console)
     if found.elsewhere:
         console.print(_elsewhere(found.elsewhere))

@@ -21,15 +21,17 @@ from server.commands.screen import add_row, screen
 
 Report = dict[str, Any]
 
+_TOKENS = ("hit_tokens", "miss_tokens", "short_tokens")
+
 
 def status(listen: Url = None, data: Data = None, as_json: AsJson = False) -> None:
     """Say how the daemon is: tiers, hits by tenant, misses by reason, faults. Exit 3 if none answers."""
     with one_line(), Operator(address(listen, data)) as daemon:
         report = daemon.report()
-    if as_json:
-        print(json.dumps(report))
-    else:
-        screen().print(_shown(report, None))
+        if as_json:
+            print(json.dumps(report))
+        else:
+            screen().print(_shown(report, None))
 
 
 def top(
@@ -76,7 +78,8 @@ def _shown(report: Report, before: Report | None) -> Group:
 
 
 def _headline(report: Report) -> Text:
-    state = "disk cannot be written" if report["mode"] == "host_only" else "ready"
+    modes = {"ok": "ready", "host_only": "disk cannot be written"}
+    state = modes.get(report["mode"], report["mode"])  # a newer daemon may have others
     style = "green" if state == "ready" else "bold red"
     text = Text(f"latentkv {report['release']} at {shown(report['address'])}: ")
     text.append(state, style)
@@ -108,21 +111,24 @@ def _work(report: Report, before: Report | None) -> Text:
 
 
 def _tenants(report: Report, before: Report | None) -> Table | None:
-    """By tenant since the daemon's start; for ``top`` the hit rate since the last look beside it."""
+    """By tenant since the daemon's start; for ``top`` the hit rate since the last look beside it.
+
+    Delivered are the tokens that loads brought, of those that Match found.
+    """
     if not report["tenants"]:
         return None
     then = {each["tenant"]: each for each in before["tenants"]} if before else {}
-    table = Table("tenant", "matches", "hit rate", "now", "hit tokens", "break-even", "saved", box=None)
+    table = Table("tenant", "matches", "hit rate", "now", "delivered", "break-even", "saved", box=None)
     for each in report["tenants"]:
-        past = then.get(each["tenant"], {"hit_tokens": 0, "miss_tokens": 0})
-        hit, miss = (each[name] - past[name] for name in ("hit_tokens", "miss_tokens"))
+        past = then.get(each["tenant"], dict.fromkeys(_TOKENS, 0))
+        hit, miss, short = (each[name] - past[name] for name in _TOKENS)
         add_row(
             table,
             each["tenant"],
             f"{each['matches']:,}",
-            rate(each["hit_tokens"], each["miss_tokens"]),
-            rate(hit, miss) if before else "",
-            f"{each['hit_tokens']:,}",
+            rate(each["hit_tokens"], each["miss_tokens"] + each["short_tokens"]),
+            rate(hit, miss + short) if before else "",
+            f"{each['hit_tokens']:,} of {each['matched_tokens']:,}",
             f"{each['break_even_rate']:,.0f} tokens/s" if each["break_even_rate"] else "",
             _saved(each),
         )

@@ -65,10 +65,10 @@ def list_units(
     """List units, or pins."""
     with one_line(), Operator(address(listen, data)) as daemon:
         found = daemon.pins(tenant) if pins else daemon.units(tenant, order.value, limit)
-    if as_json:
-        print(json.dumps(found))
-    else:
-        screen().print(_pins(found) if pins else _units(found))
+        if as_json:
+            print(json.dumps(found))
+        else:
+            screen().print(_pins(found) if pins else _units(found))
 
 
 @app.command("show")
@@ -76,20 +76,20 @@ def show_unit(unit: Unit, listen: Url = None, data: Data = None, as_json: AsJson
     """Show a unit: whose it is, how large, how often it was hit, and its pins."""
     with one_line(), Operator(address(listen, data)) as daemon:
         found = daemon.unit(unit)
-    if as_json:
-        print(json.dumps(found))
-        return
-    shown = found | {
-        "kinds": ", ".join(found["kinds"]),
-        "nbytes": size(found["nbytes"]),
-        "created": f"{moment(found['created'])} ({_ago(found['created'])})",
-        "used": f"{moment(found['used'])} ({_ago(found['used'])})",
-        "pins": ", ".join(f"{pin['handle']} until {moment(pin['expires'])}" for pin in found["pins"]),
-    }
-    table = Table("", "", box=None, show_header=False)
-    for name, value in shown.items():
-        add_row(table, name, str(value))
-    screen(soft_wrap=True).print(table)
+        if as_json:
+            print(json.dumps(found))
+            return
+        shown = found | {
+            "kinds": ", ".join(found["kinds"]),
+            "nbytes": size(found["nbytes"]),
+            "created": f"{moment(found['created'])} ({_ago(found['created'])})",
+            "used": f"{moment(found['used'])} ({_ago(found['used'])})",
+            "pins": ", ".join(f"{pin['handle']} until {moment(pin['expires'])}" for pin in found["pins"]),
+        }
+        table = Table("", "", box=None, show_header=False)
+        for name, value in shown.items():
+            add_row(table, name, str(value))
+        screen(soft_wrap=True).print(table)
 
 
 @app.command("pin")
@@ -106,10 +106,10 @@ def pin_unit(
         seconds = span_seconds(span)
         with Operator(address(listen, data)) as daemon:
             pin = daemon.pin(seconds, unit=unit or "", handle=handle)
-    if as_json:
-        print(json.dumps(pin))
-    else:
-        print(f"{shown(pin['handle'])} keeps unit {pin['unit'][:_NAME]} until {moment(pin['expires'])}")
+        if as_json:
+            print(json.dumps(pin))
+        else:
+            print(f"{shown(pin['handle'])} keeps unit {pin['unit'][:_NAME]} until {moment(pin['expires'])}")
 
 
 @app.command("unpin")

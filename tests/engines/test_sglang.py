@@ -177,7 +177,7 @@ def test_a_request_is_counted_once_however_often_it_is_asked_for(
     store(ranks[0], keys[4:], keys[:4])
     with Operator(daemon.url) as operator:
         totals = operator.report()["totals"]
-    assert (totals["matches"], totals["hit_tokens"]) == (1, 4 * engine.PAGE)
+    assert (totals["matches"], totals["matched_tokens"]) == (1, 4 * engine.PAGE)
 
 
 def test_only_the_writer_of_a_group_stores_and_all_ranks_load(attach: Callable[..., Any]) -> None:
