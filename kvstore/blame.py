@@ -1,7 +1,7 @@
 """What could not be written: whose fault it was, and when it is tried again.
 
-A failure of one layout's blocks, of marks, or of what has to leave puts off just these. While
-there is such a failure the store is HOST_ONLY: blocks may leave the arena unwritten.
+A failure of one layout's blocks, of marks, or of what has to leave puts off just these. While blocks
+cannot be written the store is HOST_ONLY: they may leave the arena unwritten.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Blame:
         self._wake = wake
         self._hurried = False
         self._host_only = False
+        self._nothing_goes = False  # what was to leave could not, and nothing was written since
         self.of_marks = Trouble()
         self.of_leaving = Trouble()
         self.of_looking = Trouble()  # for payloads that are missing, which is no reason to be HOST_ONLY
@@ -51,7 +52,7 @@ class Blame:
     @property
     def failing(self) -> bool:
         """Whether something could not be written when it was last tried."""
-        return bool(self._dirty.troubled or self.of_leaving or self.of_marks)
+        return bool(self._dirty.troubled or self.of_marks or self._nothing_goes)
 
     def failed(self, batch: Batch, error: Exception) -> None:
         """A batch failed, and all that it held is queued again."""
@@ -63,6 +64,7 @@ class Blame:
         if lane is None or batch.stuck:
             self._counters["write_failures"] += 1
         if batch.stuck:
+            self._nothing_goes = self._nothing_goes or not self.of_leaving
             self.pause(self.of_leaving)
             if lane is not None:
                 self.pause(lane.trouble)
@@ -96,6 +98,8 @@ class Blame:
 
     def succeeded(self, batch: Batch, limit: int) -> None:
         """A batch was written; ``limit`` blocks would have been a full one."""
+        if batch.lane is not None or not self.of_leaving:
+            self._nothing_goes = False
         if batch.lane is not None:
             batch.lane.succeeded(limit)
             self._dirty.tidy()
@@ -104,9 +108,11 @@ class Blame:
 
     def show_mode(self, error: Exception | None) -> None:
         """Be HOST_ONLY, or no more."""
+        # Some blocks wait for what cannot leave, though others are written: they must not fill the arena.
+        self._host.dirty_evictable = self.failing or bool(self.of_leaving)
         if self.failing is self._host_only:
             return
-        self._host_only = self._host.dirty_evictable = self.failing
+        self._host_only = self.failing
         if self._host_only:
             log.error("event=host_only reason=%s", error)
         else:

@@ -22,6 +22,8 @@ from kvstore.room import Room
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 3  # times that a half-written document may find no room, while others wait behind it
+
 # Counters of blocks that stay in memory only.
 QUOTA, TOO_LARGE, UNWRITABLE = "quota_declined_blocks", "disk_declined_blocks", "unwritable_blocks"
 
@@ -103,12 +105,17 @@ class Choice:
         return kept
 
     def make_way(self, lane: Lane) -> bool:
-        """There is no room for the first block of a lane: give up others that only keep each other waiting.
+        """There is no room for the first block of a lane: give up what only keeps others waiting.
 
         Documents that are half written keep their own room, and so may leave none to end any of
-        them. Those that came last go. False if there are none.
+        them: those that came last go. And one that has waited long for room that leases and pins hold
+        goes when there are others behind it. False if there are none such.
         """
-        crowd = self._dirty.in_the_way(next(iter(lane)))
+        first = next(iter(lane))
+        crowd = self._dirty.in_the_way(first)
+        if not crowd and lane.trouble.failures >= PATIENCE:
+            own = self._dirty.keeping(lane, first)
+            crowd = own if len(own) < len(self._dirty) else []
         for row in crowd:
             self.decline(row, TOO_LARGE)
         return bool(crowd)

@@ -47,6 +47,10 @@ class Lane:
         """Those under way and those that wait for something else too."""
         return len(self._rows) + len(self.taken) + len(self._parked)
 
+    def number(self, row: int) -> int:
+        """The place of a queued row in the order of commit."""
+        return self._rows[row]
+
     def add(self, row: int) -> None:
         """A block comes, behind all others."""
         self._rows[row] = next(self._numbers)
@@ -241,23 +245,34 @@ class DirtyQueue:
         return lane.take(limit)
 
     def in_the_way(self, row: int) -> list[int]:
-        """Queued blocks that alone keep others on the disk which ``row`` might have the room of.
+        """Queued blocks that came after ``row`` and alone keep others on the disk: their half-written prefix.
 
-        Those that came last, whose own prefix is half written; none if there are none but the chain of
-        ``row`` itself. Given up, they and what they stand on can leave.
+        Given up, they and what they stand on can leave, for ``row``. Those that came last go first.
         """
         for lane in self._lanes.values():
             for top in reversed(lane):
-                above = self._index.parent[top]
-                if above == NONE or self._index.place[above] == NONE or self._above(row, above):
-                    continue
-                family = lane.family(top)
-                if not self._index.holds[above] and all(self._index.holds[each] == 1 for each in family):
+                if lane.number(top) <= self._number(row):
+                    break
+                if not self._above(row, self._index.parent[top]) and (family := self.keeping(lane, top)):
                     return family
         return []
 
+    def keeping(self, lane: Lane, top: int) -> list[int]:
+        """A queued block and those that stand on it, if they alone keep what it stands on; none else."""
+        index, above = self._index, self._index.parent[top]
+        if above == NONE or index.place[above] == NONE or index.holds[above]:
+            return []
+        family = lane.family(top)
+        return family if all(index.holds[each] == 1 for each in family) else []
+
+    def _number(self, row: int) -> int:
+        lane = self.lane_of(row)
+        return lane.number(row) if lane is not None else 0
+
     def _above(self, row: int, sought: int) -> bool:
         """Whether ``sought`` is in the chain that ends at ``row``."""
+        if sought == NONE:
+            return False
         while row != NONE and self._index.depth[row] > self._index.depth[sought]:
             row = self._index.parent[row]
         return row == sought

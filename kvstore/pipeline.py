@@ -45,6 +45,8 @@ class Batch:
     beneath: Batch | None = None  # the last one before it of the same lane
     clearing: list[Batch] = field(default_factory=list)  # those that take away what this one stores anew
     written: bool = False  # its payloads are durable
+    # What leaves with it and with those before it has left the disk, or could not.
+    cleared: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)  # ended, well or not
     failed: bool = False
     stuck: bool = False  # what was to leave has not left
@@ -140,17 +142,21 @@ class Pipeline:
         return stored
 
     async def _write(self, batch: Batch) -> list[Stored]:
+        before = batch.before
         # Beside each other, for the catalogue's sync waits behind the writes of the batch before.
         # Both end, whatever becomes of the other: a thread may be reading the slots.
         encoding = asyncio.create_task(self._encode(batch))
         forgetting = asyncio.create_task(self._forget(batch))
-        await asyncio.wait((encoding, forgetting))
         batch.stuck = bool(batch.leaving)
-        await forgetting
-        if batch.leaving:
-            await self._in(self._payloads, self._disk.free, batch.leaving.freed)
-            batch.leaving.settle()
-            batch.stuck = False
+        await asyncio.wait((encoding, forgetting))
+        try:
+            await forgetting
+            await self._free(batch)
+            # Room was made with all that leaves, and not only with what leaves with this batch.
+            if before is not None:
+                await before.cleared.wait()
+        finally:
+            batch.cleared.set()
         encoded = await encoding
         return await self._in(self._payloads, self._disk.put, batch.block_bytes, encoded)
 
@@ -158,6 +164,12 @@ class Pipeline:
         if batch.layout is None:
             return []
         return await self._in(self._hashing, self._disk.encode, batch.layout, batch.blocks)
+
+    async def _free(self, batch: Batch) -> None:
+        if batch.leaving:
+            await self._in(self._payloads, self._disk.free, batch.leaving.freed)
+            batch.leaving.settle()
+        batch.stuck = False
 
     async def _forget(self, batch: Batch) -> None:
         if batch.leaving:

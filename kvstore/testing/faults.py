@@ -69,6 +69,10 @@ class Faults:
     fail_reads: bool = False
     fail_frees: bool = False
     fail_commits: int = 0  # so many of the catalogue's next commits
+    fail_listing: bool = False
+    fail_sizes: set[int] = field(default_factory=set)  # writes of blocks of these bytes
+    poison: list[bytes] = field(default_factory=list)  # payloads that can never be written
+    defects: int = 0  # so many of the next questions for the size of a payload end as no error should
     lie_in_reads: bool = False  # a byte is not what was written, and nobody says so
     tear_writes: bool = False  # only the first half of each payload reaches the disk, and nobody says so
     delay: float = 0.0  # seconds that each read and write takes longer
@@ -96,7 +100,7 @@ class Faults:
 
     def open(self, path: Path, map_bytes: int, block_bytes: int, first_free: int) -> Payloads:
         """Payloads of ``inner`` behind these switches."""
-        return FaultyPayloads(self.inner(path, map_bytes, block_bytes, first_free), self)
+        return FaultyPayloads(self.inner(path, map_bytes, block_bytes, first_free), self, block_bytes)
 
     def guard(self, catalog: Catalog) -> Catalog:
         """The same open catalogue behind these switches."""
@@ -106,17 +110,20 @@ class Faults:
 class FaultyPayloads:
     """``inner`` behind the switches of ``Faults``."""
 
-    def __init__(self, inner: Payloads, faults: Faults) -> None:
+    def __init__(self, inner: Payloads, faults: Faults, block_bytes: int) -> None:
         self._inner = inner
         self._faults = faults
+        self._block_bytes = block_bytes
         self.lead = inner.lead
 
     def write(self, items: Sequence[Run]) -> list[Place]:
         """See ``Payloads.write``."""
         self._faults.write_gate.come()
         time.sleep(self._faults.delay)
-        if self._faults.fail_writes:
+        if self._faults.fail_writes or self._block_bytes in self._faults.fail_sizes:
             raise DiskError("injected: the disk cannot be written")
+        if self._faults.poison and any(bytes(item.payload) in self._faults.poison for item in items):
+            raise DiskError("injected: this payload cannot be written")
         places = self._inner.write([_torn(item) for item in items] if self._faults.tear_writes else items)
         self._faults.written.update(place.key for place in places)
         self._faults.written_gate.come()
@@ -145,10 +152,15 @@ class FaultyPayloads:
 
     def missing(self, keys: Keys) -> set[int]:
         """See ``Payloads.missing``."""
+        if self._faults.fail_listing:
+            raise DiskError("injected: payloads cannot be listed")
         return self._inner.missing(keys)
 
     def stored_bytes(self, length: int) -> int:
         """See ``Payloads.stored_bytes``."""
+        if self._faults.defects:
+            self._faults.defects -= 1
+            raise RuntimeError("injected: a defect")
         return self._inner.stored_bytes(length)
 
     def file_bytes(self) -> int:
