@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.choosing import UNWRITABLE, Choice
+from kvstore.choosing import Choice
 from kvstore.dirty import DirtyQueue, Lane
 from kvstore.host import HostTier
 from kvstore.marks import UnitMarks
@@ -80,8 +80,7 @@ class Blame:
         """These blocks of a lane could not be written; none if it was for want of room."""
         self._counters["write_failures"] += 1
         unwritable, pause = lane.failed(rows) if rows else ([], True)
-        for row in unwritable:
-            self._choice.decline(row, UNWRITABLE)
+        self._choice.condemn(unwritable)
         if pause:
             self.pause(lane.trouble)
             self.settle(lane)

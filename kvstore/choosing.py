@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from kvstore.arena import Arena
@@ -22,6 +22,7 @@ from kvstore.room import Room
 
 log = logging.getLogger(__name__)
 
+REMEMBERED = 256  # blocks that could not be written, so that they are not tried again whenever they are hit
 PATIENCE = 3  # times that a half-written document may find no room, while others wait behind it
 
 # Counters of blocks that stay in memory only.
@@ -52,6 +53,7 @@ class Choice:
         self._counters = counters
         self._drop = drop
         self._said: set[str] = set()  # what of this was in the log
+        self._unwritable: deque[bytes] = deque(maxlen=REMEMBERED)
 
     def full(self, lane: Lane) -> int:
         """Blocks of a full batch of this lane."""
@@ -95,8 +97,8 @@ class Choice:
         for row in rows:
             if row in beyond:
                 self.decline(row, QUOTA)
-            elif self._room.never_fits(row):
-                why = TOO_LARGE
+            elif self._room.never_fits(row) or self._index.hashes[row] in self._unwritable:
+                why = UNWRITABLE if self._index.hashes[row] in self._unwritable else TOO_LARGE
                 self.decline(row, why)
             elif self._host.is_loose(self._index.parent[row]):
                 self.decline(row, why)
@@ -119,6 +121,13 @@ class Choice:
         for row in crowd:
             self.decline(row, TOO_LARGE)
         return bool(crowd)
+
+    def condemn(self, rows: Sequence[int]) -> None:
+        """The first of these blocks can never be written, and the others stand on it."""
+        for row in rows[:1]:
+            self._unwritable.append(self._index.hashes[row])
+        for row in rows:
+            self.decline(row, UNWRITABLE)
 
     def decline(self, row: int, why: str) -> None:
         """A block stays in memory only."""
