@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import stat
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from kvstore.observer import Observer
 from kvstore.settings import StoreSettings
 from kvstore.store import Store
 from server.access import Identifying
+from server.background import Background
 from server.config import ARENA_SUFFIX, Config
 from server.credentials import DEFAULT_DOMAIN, CredentialFile, Credentials, CredentialsError, Unguarded
 from server.decoding import Decoding
@@ -35,7 +35,6 @@ from server.events import event
 from server.faults import FaultLog
 from server.handover import Handover
 from server.health import Health
-from server.history import STEP_SECONDS
 from server.operators import OPERATOR
 from server.pages import Pages
 from server.reporter import Reporter
@@ -81,15 +80,20 @@ class Daemon:
         self._reporters = {name: Reporter(name, config, self._health, self._faults) for name in self._stores}
         self._domains: dict[str, Domain] = {}  # that are open
         self._pages = Pages(self._health, self._reporters)
-        self._sampling: asyncio.Task[None] | None = None
         self._web: WebServer | None = None
         self._stop = asyncio.Event()
         self._sockets: list[Path] = []
         self._handover: Handover | None = None
-        self._sweeping: asyncio.Task[None] | None = None
+        self._background = Background(
+            self._domains,
+            self._reporters,
+            self._health,
+            self._stop.set,
+            sweep_seconds=config.lease_seconds / 4,
+        )
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT. Raises ``KVStoreError`` when it cannot start.
+        """Serve until SIGTERM or SIGINT. Raises ``KVStoreError`` when it cannot start, or had to end.
 
         SIGHUP reads the credentials again.
         """
@@ -103,6 +107,7 @@ class Daemon:
         finally:
             await self._drain()
             await self._shutdown()
+        self._background.require_sound()
 
     def _catch_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -139,8 +144,7 @@ class Daemon:
         except BaseException:
             await self._shutdown()
             raise
-        self._sweeping = asyncio.create_task(self._sweep())
-        self._sampling = asyncio.create_task(self._sample())
+        self._background.start(self._web, self._handover)
         self._announce()
 
     async def _open_domains(self) -> None:
@@ -228,18 +232,6 @@ class Daemon:
         held = f"{status.disk.blocks} blocks, {status.units} units"
         return f"{which}host {host} pinned={pinned}, disk {disk}, {held}"
 
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.lease_seconds / 4)
-            for domain in self._domains.values():
-                domain.workers.sweep(time.monotonic())
-
-    async def _sample(self) -> None:
-        while True:
-            for reporter in self._reporters.values():
-                reporter.history.keep(time.time())
-            await asyncio.sleep(STEP_SECONDS)
-
     async def _drain(self) -> None:
         event(log, logging.INFO, "draining", deadline=self._config.drain_seconds)
         await self._health.drain()
@@ -248,9 +240,7 @@ class Daemon:
         await self._server.stop(min(_STREAM_GRACE, self._config.drain_seconds))
 
     async def _shutdown(self) -> None:
-        for task in (self._sweeping, self._sampling):
-            if task:
-                task.cancel()
+        await self._background.close()
         await self._close()
         if self._handover:
             await self._handover.close()

@@ -12,7 +12,7 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,3 +182,7 @@ class DirectFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+OpenFile = Callable[[Path, int], DirectFile]
+"""Opens a file for direct I/O: (path, flags as for ``os.open``). Raises ``OSError``."""

@@ -19,6 +19,8 @@ from server.commands.failures import one_line
 
 Report = dict[str, Any]
 
+STATES = {"host_only": "disk cannot be written", "degraded": "a background task is started again"}
+
 
 def status(listen: Url = None, data: Data = None, as_json: AsJson = False) -> None:
     """Say how the daemon is: tiers, hits by tenant, misses by reason, faults. Exit 3 if none answers."""
@@ -74,7 +76,7 @@ def _shown(report: Report, before: Report | None) -> Group:
 
 
 def _headline(report: Report) -> Text:
-    state = "disk cannot be written" if report["mode"] == "host_only" else "ready"
+    state = STATES.get(report["mode"], "ready")
     style = "green" if state == "ready" else "bold red"
     text = Text(f"latentkv {report['release']} at {report['address']}: ")
     text.append(state, style)

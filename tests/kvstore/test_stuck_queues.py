@@ -38,7 +38,9 @@ class Small(Bench):
             size = self.store.space(space).block_bytes
             for block, offset in zip(part, answer.offsets, strict=True):
                 self.store.arena.memory[offset : offset + size] = content(block, size)
-            ticket = self.store.commit(self.worker, lease, part, end_of(hashes) if parent == hashes[-1] else [])
+            ticket = self.store.commit(
+                self.worker, lease, part, end_of(hashes) if parent == hashes[-1] else []
+            )
         self.store.release(self.worker, lease)
         return hashes, ticket
 
@@ -91,7 +93,7 @@ async def test_the_drain_writes_what_came_after_a_document_that_does_not_fit(tmp
 async def test_what_is_declined_keeps_nothing_on_the_disk(tmp_path):
     """Blocks in memory only stand on the written part of their document: that leaves all the same."""
     async with Small(tmp_path) as it:
-        large, _ = await it.document(1, 1400)
+        await it.document(1, 1400)
         await it.settled()
         assert it.store.arena.count(SlotState.LOOSE) > 0
         for seed in range(2, 40):
@@ -136,7 +138,7 @@ async def test_what_finds_no_room_now_waits_beside_a_layout_that_does(tmp_path):
         waiting, large = await it.document(2, 24, wide, chunk=4)
         assert not await it.store.durable(large)
         assert it.store.status().mode == "host_only"
-        small, ticket = await it.document(3, 16)
+        _, ticket = await it.document(3, 16)
         assert await it.store.durable(ticket)
         stream.close(returned=True)
         await until(lambda: it.store.status().mode == "ok" and not it.store.status().dirty_blocks)
@@ -151,7 +153,7 @@ async def test_a_document_that_waits_half_written_for_what_is_leased_gives_way_t
         leased, ticket = await it.document(1, 500)
         assert await it.store.durable(ticket)
         stream = it.store.load(it.other, it.namespace, leased, 0)
-        large, ticket = await it.document(2, 600)  # fits, if that were not leased
+        _, ticket = await it.document(2, 600)  # fits, if that were not leased
         assert not await it.store.durable(ticket)
         small, _ = await it.document(3, 16)
         await it.settled()

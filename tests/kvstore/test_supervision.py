@@ -46,7 +46,10 @@ async def test_a_task_that_fails_again_and_again_is_given_up(caplog):
     supervisor.start("work", work.run)
     await asyncio.wait_for(supervisor.gave_up.wait(), DEADLINE)
     assert work.begun == 3
-    assert supervisor.why == "the background task work failed 3 times in a row, last with RuntimeError('a defect')"
+    assert (
+        supervisor.why
+        == "the background task work failed 3 times in a row, last with RuntimeError('a defect')"
+    )
     assert [record.levelno for record in caplog.records][-1] == logging.CRITICAL
     await supervisor.ended("work")
 
