@@ -347,6 +347,7 @@ class Store:
 
     def status(self) -> Status:
         """Sizes, mode and counters."""
+        aside = self._disk.set_aside()
         slots = sum(self.arena.count(state) for state in SlotState if state is not SlotState.FREE)
         return Status(
             host=TierStatus(self.arena.used_bytes, self.arena.nbytes, slots),
@@ -357,7 +358,7 @@ class Store:
             units=len(self._index.units),
             leases=len(self._leases),
             namespaces=len(self._spaces),
-            counters=dict(self.counters),
+            counters=self.counters | {"bad_places": aside.places, "unopened_files": aside.files},
         )
 
     def survey(self, top: int) -> Survey:

@@ -28,7 +28,7 @@ from server.commands.serve import run_daemon
 from server.commands.settings import Given, with_settings
 
 KILL = "kill_task"  # no switch: ends one of the store's background tasks, by its name, as a defect would
-SWITCHES = ("fail_writes", "fail_reads", "fail_frees", "lie_in_reads", "tear_writes", "delay")
+SWITCHES = ("fail_writes", "fail_reads", "fail_frees", "lie_in_reads", "tear_writes", "delay", "bad_places")
 
 
 class Control:
@@ -37,6 +37,8 @@ class Control:
     async def open_store(self, settings: StoreSettings, observer: Observer) -> Store:
         """See ``server.lifecycle.OpenStore``."""
         self._faults = Faults(OPEN[settings.payloads])
+        if settings.payloads == "slab":
+            self._faults.inner = self._faults.open_slab
         self._store = await Store.open(settings, self._faults.open, observer)
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._listen, name="latentkv-faults", daemon=True).start()

@@ -140,6 +140,14 @@ class DirectFile:
                     f"{self._path} ends at {offset + done}, expected {offset + len(run)} bytes"
                 )
 
+    def reads(self, offset: int) -> bool:
+        """Whether the page at ``offset`` can be read: so the disk as a whole answers."""
+        try:
+            self.read(Run.fresh(0, PAGE_BYTES).memory, offset)
+        except (OSError, CorruptBlock):
+            return False
+        return True
+
     def write(self, runs: Sequence[memoryview], offset: int) -> None:
         """Write ``runs`` one behind the other from ``offset``, all in whole pages. Raises ``OSError``."""
         rest = list(runs)

@@ -29,9 +29,7 @@ class Slab:
     not BARE in full. Only ``read`` and ``write`` may be called by several threads.
     """
 
-    def __init__(
-        self, path: Path, slot_bytes: int, slots: int, open_file: OpenFile = DirectFile
-    ) -> None:
+    def __init__(self, path: Path, slot_bytes: int, slots: int, open_file: OpenFile = DirectFile) -> None:
         """Open or create the file, for ``slots`` slots or as many as it has. Raises ``OSError``.
 
         Of a file that is there, each slot that lies inside it may be kept; ``settle`` comes then.
@@ -118,7 +116,7 @@ class Slab:
         return os.fstat(self.file.fd).st_nlink == 0
 
     def take(self, *, last: bool = False) -> int:
-        """The first VACANT slot, or else the first BARE one; it is USED now. ``last`` instead of the first."""
+        """The first VACANT slot, or else the first BARE one (or the ``last``); it is USED now."""
         find = self._state.rfind if last else self._state.find
         slot = find(_VACANT if self.vacant else _BARE)
         self._set(slot, _USED)
@@ -136,6 +134,14 @@ class Slab:
     def uses(self, slot: int) -> bool:
         """Whether the slot is USED."""
         return slot < self.slots and self._state[slot] == _USED
+
+    def neighbours(self, slot: int) -> list[int]:
+        """The next USED slots before and behind this one, as far as there are."""
+        return [
+            each
+            for each in (self._state.rfind(_USED, 0, slot), self._state.find(_USED, slot + 1))
+            if each >= 0
+        ]
 
     def have(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these slots are USED and still inside the file, if that was not deleted."""
