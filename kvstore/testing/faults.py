@@ -75,7 +75,7 @@ class Faults:
     fail_listing: bool = False
     fail_sizes: set[int] = field(default_factory=set)  # writes of blocks of these bytes
     poison: list[bytes] = field(default_factory=list)  # payloads that can never be written
-    # Name of a slab file, and bytes from and to that answer an error of the device; if ``open_slab`` opens it.
+    # Name of a slab file, bytes from and to: these answer an error of the device, if ``open_slab`` opens it.
     bad_places: list[tuple[str, int, int]] = field(default_factory=list)
     bad_syncs: bool = False  # such a write is taken, and the file's next sync fails
     defects: int = 0  # so many of the next questions for the size of a payload end as no error should
