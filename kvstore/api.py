@@ -172,7 +172,8 @@ class Status:
 
     host: TierStatus
     disk: TierStatus
-    mode: str  # "ok" or "host_only"
+    # "ok"; "host_only" while the disk cannot be written; "degraded" while a background task is started again
+    mode: str
     pinned: bool  # whether the arena is locked in memory
     dirty_blocks: int
     units: int

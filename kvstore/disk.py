@@ -23,11 +23,11 @@ import xxhash
 from kvstore.catalog import BlockRecord, Catalog, UnitRecord
 from kvstore.codec import codec_by_id, codec_by_name
 from kvstore.directory import directory_error, lock_directory
-from kvstore.errors import CorruptBlock, DiskError, FormatMismatch
+from kvstore.errors import BadPlace, CorruptBlock, DiskError, FormatMismatch
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
 from kvstore.observer import Observer, Unobserved
-from kvstore.payloads import Keys, OpenPayloads, Payloads, Place
+from kvstore.payloads import Keys, OpenPayloads, Payloads, Place, SetAside
 from kvstore.payloads.direct import Run, make_directory
 from kvstore.payloads.kinds import LEAD, OPEN
 from kvstore.settings import StoreSettings
@@ -149,8 +149,13 @@ class DiskTier:
 
     @property
     def capacity_bytes(self) -> int:
-        """Payload bytes that may ever be in use; the rest is LMDB's own."""
-        return self._map_bytes * 31 // 32
+        """Payload bytes that may ever be in use; the rest is LMDB's own, or set aside."""
+        return self._map_bytes * 31 // 32 - self.set_aside().nbytes
+
+    def set_aside(self) -> SetAside:
+        """What of the disk turned out bad in this run."""
+        found = [payloads.set_aside() for payloads in self._payloads.values()]
+        return SetAside(*map(sum, zip(*found, strict=True)))
 
     def limit_bytes(self, block_bytes: int) -> int:
         """Payload bytes that may be in use once a batch of this block size is written.
@@ -176,8 +181,9 @@ class DiskTier:
         began = time.monotonic()
         try:
             self._read_once(layout, stored, out)
-        except CorruptBlock:
-            if not stored.place.page:
+        except CorruptBlock as error:
+            # A bad place is not looked at again: through a map that could kill.
+            if not stored.place.page or isinstance(error, BadPlace):
                 raise
             # Perhaps only the page number is wrong: the slow way needs none.
             self._read_once(layout, replace(stored, place=Place(stored.place.key)), out)
@@ -326,7 +332,7 @@ class DiskTier:
 
 def _usage(directory: Path) -> int:
     """Bytes on disk of the files in a directory, which need not exist."""
-    return sum(file.stat().st_blocks * 512 for file in directory.glob("*"))
+    return sum(file.lstat().st_blocks * 512 for file in directory.glob("*"))
 
 
 def _remove(directory: Path, reason: str) -> None:

@@ -84,6 +84,10 @@ class CorruptBlock(KVStoreError):
     """A payload did not verify. Always turned into a miss and counted."""
 
 
+class BadPlace(CorruptBlock):
+    """A payload could not be read where it lies, while others can: it is lost, and so is the place."""
+
+
 class DiskError(KVStoreError):
     """The DISK tier could not do it (full, failing, damaged); nothing was changed. Free or retry later."""
 

@@ -52,11 +52,16 @@ class Keeping:
         """The index is filled: pins hold again. Raises ``DiskError``."""
         self._pins.restore(catalog)
 
+    async def keep_uses(self) -> None:
+        """Write down which units were used, for ever; ``tend`` may wait for what leaves the disk."""
+        while True:
+            await asyncio.sleep(self._expiry.tick)
+            self._writer.keep_uses()
+
     async def tend(self) -> None:
         """Drop what expires, for ever."""
         while True:
             await asyncio.sleep(self._expiry.tick)
-            self._writer.keep_uses()
             await self.expire(time.time())
 
     async def expire(self, now: float) -> int:

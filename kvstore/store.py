@@ -20,9 +20,10 @@ from kvstore.admission import Admission
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena
 from kvstore.audit import Held, audit, held
+from kvstore.departures import Departures
 from kvstore.disk import DiskTier
 from kvstore.errors import InvalidArgument, Unavailable
-from kvstore.ghosts import GhostList, Gone, Setback
+from kvstore.ghosts import GhostList
 from kvstore.hashing import check_hashes
 from kvstore.host import HostTier
 from kvstore.keeping import Keeping
@@ -30,7 +31,7 @@ from kvstore.leases import Holder, Lease, LeaseTable
 from kvstore.loading import LoadStream
 from kvstore.matching import Matcher, checked_prompt
 from kvstore.namespace import Namespace
-from kvstore.observer import Departure, Observer, Unobserved
+from kvstore.observer import Observer, Unobserved
 from kvstore.payloads import OpenPayloads
 from kvstore.prefix_index import NONE, PrefixIndex, Walk
 from kvstore.readers import ReaderGroups
@@ -39,6 +40,7 @@ from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
 from kvstore.slots import SlotState
 from kvstore.spaces import Space, SpaceTable
+from kvstore.supervision import Supervisor, Work
 from kvstore.survey import Survey, survey
 from kvstore.trail import Trail, trail
 from kvstore.units import UnitKind, UnitMark, check_interval
@@ -62,12 +64,14 @@ class Store:
         self._matcher = Matcher(self._index, self._ghosts, policy=settings.policy, interval=settings.interval)
         self._leases = LeaseTable(self._index, arena, seconds=settings.lease_seconds)
         self._host = HostTier(self._index, arena, disk, self._spaces, self.counters)
+        self.supervisor = Supervisor(self.counters)
         self._writer = Writer(
-            self._index, arena, self._host, disk, self._spaces, self.counters, settings=settings
+            self._index, arena, self._host, disk, self._spaces, self.counters, settings, self.supervisor
         )
-        self._writer.on_left = self._note_departure
-        self._host.on_lost = self._writer.settle_lost
-        self._host.on_setback = self._note_setback
+        departures = Departures(self._index, self._ghosts, observer)
+        self._writer.on_left = departures.left
+        self._host.on_lost = self._writer.lost
+        self._host.on_setback = departures.setback
         self._host.on_corrupt = self._writer.corrupt
         self._admission = Admission(
             self._index, arena, self._host, self._ghosts, self._writer, self.counters, settings.admit
@@ -97,7 +101,6 @@ class Store:
             self.counters,
             self._expire,
         )
-        self._clocks: list[asyncio.Task[None]] = []
         self._closing = False
 
     @classmethod
@@ -126,8 +129,13 @@ class Store:
                     raise failure
             undo.pop_all()
         store._writer.start()
-        store._clocks = [asyncio.create_task(clock()) for clock in (store._expire_leases, store.keeping.tend)]
+        for name, clock in store._clocks().items():
+            store.supervisor.start(name, clock)
         return store
+
+    def _clocks(self) -> dict[str, Work]:
+        """What runs beside the writer as long as the store, by name."""
+        return {"leases": self._expire_leases, "uses": self.keeping.keep_uses, "expiry": self.keeping.tend}
 
     def _restore(self) -> None:
         self._spaces.restore()
@@ -297,16 +305,6 @@ class Store:
             self._end(held)
             self._host.notify_room()
 
-    def _note_departure(self, row: int, why: Departure) -> None:
-        now, unit = time.time(), self._index.units.get(row)
-        self._ghosts.leave(self._index.hashes[row], Gone(why, now))
-        self._observer.block_left(why, now - self._index.used[row])
-        if unit is not None:
-            self._observer.unit_left(why, now - unit.created, unit.hits)
-
-    def _note_setback(self, block: bytes, why: Setback) -> None:
-        self._ghosts.leave(block, Gone(why, time.time()))
-
     # --- ends
 
     def _end(self, lease: Lease) -> None:
@@ -340,6 +338,8 @@ class Store:
     def _accepting(self) -> None:
         if self._closing:
             raise Unavailable("the store is shutting down; try again when it is back")
+        if self.supervisor.why is not None:
+            raise Unavailable(f"the store has failed and must be opened again: {self.supervisor.why}")
 
     @property
     def _quota_bytes(self) -> int:
@@ -347,17 +347,18 @@ class Store:
 
     def status(self) -> Status:
         """Sizes, mode and counters."""
+        aside = self._disk.set_aside()
         slots = sum(self.arena.count(state) for state in SlotState if state is not SlotState.FREE)
         return Status(
             host=TierStatus(self.arena.used_bytes, self.arena.nbytes, slots),
             disk=TierStatus(self._writer.room.used_bytes, self.settings.disk_bytes, self._index.on_disk()),
-            mode="host_only" if self._writer.failing else "ok",
+            mode="degraded" if self.supervisor.restarting else self._writer.mode,
             pinned=self.arena.pinned,
             dirty_blocks=self._writer.dirty_blocks,
             units=len(self._index.units),
             leases=len(self._leases),
             namespaces=len(self._spaces),
-            counters=dict(self.counters),
+            counters=self.counters | {"bad_places": aside.places, "unopened_files": aside.files},
         )
 
     def survey(self, top: int) -> Survey:
@@ -380,8 +381,7 @@ class Store:
     async def close(self) -> bool:
         """Drain: refuse new work, make dirty blocks durable, close. True if all became durable."""
         self._closing = True
-        for clock in self._clocks:
-            clock.cancel()
+        await self.supervisor.stop(*self._clocks())
         self.keeping.close()
         # Not ended: a worker may still touch the slots that it holds.
         for lease in self._leases:

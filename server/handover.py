@@ -44,17 +44,16 @@ class Handover:
         self._domains = domains
         self._troubles = Occasional(log)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Listen. The path must be free. Raises ``OSError``."""
+        """Listen; ``accept`` follows. The path must be free. Raises ``OSError``."""
         self._listener.setblocking(False)
         self._listener.bind(str(self._path))
         self._listener.listen(64)
-        self._accepting = asyncio.create_task(self._accept())
 
-    async def _accept(self) -> None:
+    async def accept(self) -> None:
+        """Serve whoever comes, for ever."""
         while True:
             try:
                 connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
@@ -98,12 +97,12 @@ class Handover:
         self._troubles.event(logging.WARNING, "worker_refused", pid=pid, uid=uid, reason=reason)
 
     async def close(self) -> None:
-        """Stop, keeping what connected workers hold: the store must be closed by now.
+        """Stop, keeping what connected workers hold: the store and ``accept`` must have ended by now.
 
         A cancelled connection is closed without being dismissed, for its worker may live
         on and touch its slots.
         """
-        tasks = {*self._connections, *([self._accepting] if self._accepting else [])}
+        tasks = set(self._connections)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

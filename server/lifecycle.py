@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from kvstore.showing import escaped
 from kvstore.store import Store
 from server import connections
 from server.access import Identifying
+from server.background import Background
 from server.config import Config, ConfigError
 from server.credentials import DEFAULT_DOMAIN, CredentialFile, Credentials, CredentialsError, Unguarded
 from server.decoding import Decoding
@@ -33,7 +33,6 @@ from server.events import event
 from server.faults import FaultLog
 from server.handover import Handover
 from server.health import Health
-from server.history import STEP_SECONDS
 from server.operators import OPERATOR
 from server.pages import Pages
 from server.reporter import Reporter
@@ -72,16 +71,21 @@ class Daemon:
         self._reporters = {name: Reporter(name, config, self._health, self._faults) for name in self._stores}
         self._domains: dict[str, Domain] = {}  # that are open
         self._pages = Pages(self._health, self._reporters)
-        self._sampling: asyncio.Task[None] | None = None
         self._web: WebServer | None = None
         self._stop = asyncio.Event()
         self._names: SocketNames | None = None
         self._handover: Handover | None = None
         self._server: grpc.aio.Server | None = None
-        self._sweeping: asyncio.Task[None] | None = None
+        self._background = Background(
+            self._domains,
+            self._reporters,
+            self._health,
+            self._stop.set,
+            sweep_seconds=config.lease_seconds / 4,
+        )
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT. Raises ``KVStoreError`` when it cannot start.
+        """Serve until SIGTERM or SIGINT. Raises ``KVStoreError`` when it cannot start, or had to end.
 
         SIGHUP reads the credentials and the certificate again. What goes wrong at the end is logged,
         keeps nothing else from ending, and is raised once all is done.
@@ -97,6 +101,7 @@ class Daemon:
             ends.push_async_callback(self._end)
             await self._startup()
             await self._stop.wait()
+        self._background.require_sound()
 
     def _asked_to_stop(self, number: signal.Signals) -> None:
         if self._stop.is_set():
@@ -136,8 +141,7 @@ class Daemon:
         self._web = self._open_web()
         await self._open_domains()
         await self._listen()
-        self._sweeping = asyncio.create_task(self._sweep())
-        self._sampling = asyncio.create_task(self._sample())
+        self._background.start(self._web, self._handover)
         self._announce()
 
     async def _open_domains(self) -> None:
@@ -225,18 +229,6 @@ class Daemon:
         held = f"{status.disk.blocks} blocks, {status.units} units"
         return f"{which}host {host} pinned={pinned}, disk {disk}, {held}"
 
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.lease_seconds / 4)
-            for domain in self._domains.values():
-                domain.workers.sweep(time.monotonic())
-
-    async def _sample(self) -> None:
-        while True:
-            for reporter in self._reporters.values():
-                reporter.history.keep(time.time())
-            await asyncio.sleep(STEP_SECONDS)
-
     async def _end(self) -> None:
         """Undo what was done of the start; each step is taken, whatever those before it raised."""
         served = self._health.ready
@@ -268,9 +260,7 @@ class Daemon:
             await self._server.stop(min(_STREAM_GRACE, self._config.drain_seconds))
 
     async def _end_tasks(self) -> None:
-        for task in (self._sweeping, self._sampling):
-            if task:
-                task.cancel()
+        await self._background.close()
 
     async def _close_stores(self) -> None:
         """All within one deadline. Raises what the first of those that failed did."""

@@ -31,6 +31,11 @@ COUNTERS = {
     "deleted_blocks": "Blocks that an operator deleted",
     "unadmitted_blocks": "Blocks that stayed in memory only, for they were not seen before",
     "quota_declined_blocks": "Blocks that stayed in memory only, for their tenant's quota was full",
+    "disk_declined_blocks": "Blocks that stayed in memory only, for the disk has no room for their document",
+    "unwritable_blocks": "Blocks that stayed in memory only, for they cannot be written though others can",
+    "task_failures": "Background tasks that failed, and were started again or ended the daemon",
+    "bad_places": "Places on the disk that could not be written or read, and are used no more",
+    "unopened_files": "Files of payloads that could not be opened at the start, and are left alone",
     "host_evicted_blocks": "Blocks whose place in the arena was given to another",
     "host_lost_blocks": "Blocks that left a full arena unwritten, for the disk failed",
     "checksum_failures": "Payloads that did not verify; each was a miss",
@@ -50,6 +55,7 @@ _GAUGES = {
     "latentkv_namespaces": "Open namespaces",
     "latentkv_arena_locked": "1 if the arena is locked in memory",
     "latentkv_host_only": "1 while the disk cannot be written",
+    "latentkv_degraded": "1 while a background task that failed is being started again",
 }
 
 
@@ -175,6 +181,7 @@ def _status_gauges(status: Status) -> Iterator[Metric]:
             "latentkv_namespaces": status.namespaces,
             "latentkv_arena_locked": status.pinned,
             "latentkv_host_only": status.mode == "host_only",
+            "latentkv_degraded": status.mode == "degraded",
         }
     )
 

@@ -71,6 +71,11 @@ class WebServer:
         )
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether its thread still accepts clients."""
+        return self._thread.is_alive()
+
     def answer(self, path: str) -> Page:
         """The page at a path. Called from any thread but the loop's."""
         route = self._routes.get(path)

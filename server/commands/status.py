@@ -22,6 +22,11 @@ from server.commands.screen import add_row, screen
 Report = dict[str, Any]
 
 _TOKENS = ("hit_tokens", "miss_tokens", "short_tokens")
+STATES = {
+    "ok": "ready",
+    "host_only": "disk cannot be written",
+    "degraded": "a background task is started again",
+}
 
 
 def status(listen: Url = None, data: Data = None, as_json: AsJson = False) -> None:
@@ -78,8 +83,7 @@ def _shown(report: Report, before: Report | None) -> Group:
 
 
 def _headline(report: Report) -> Text:
-    modes = {"ok": "ready", "host_only": "disk cannot be written"}
-    state = modes.get(report["mode"], report["mode"])  # a newer daemon may have others
+    state = STATES.get(report["mode"], str(report["mode"]))  # a newer daemon may have others
     style = "green" if state == "ready" else "bold red"
     text = Text(f"latentkv {report['release']} at {shown(report['address'])}: ")
     text.append(state, style)
