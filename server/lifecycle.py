@@ -101,6 +101,7 @@ class Daemon:
             self._certificate = Certificate(self._config)
         logging.getLogger().addHandler(self._faults)
         async with contextlib.AsyncExitStack() as ends:
+            ends.callback(logging.getLogger().removeHandler, self._faults)
             ends.push_async_callback(self._end)
             await self._startup()
             await self._stop.wait()
@@ -142,6 +143,8 @@ class Daemon:
         # First, so that a daemon that takes long to start can say so.
         self._web = self._open_web()
         await self._open_domains()
+        if self._stop.is_set():  # meanwhile: nobody has found us yet
+            return
         await self._listen()
         self._sweeping = asyncio.create_task(self._sweep())
         self._sampling = asyncio.create_task(self._sample())
@@ -149,6 +152,8 @@ class Daemon:
 
     async def _open_domains(self) -> None:
         for name, settings in self._stores.items():
+            if self._stop.is_set():
+                return
             reporter = self._reporters[name]
             store = await self._open_store(settings, reporter.tally)
             self._domains[name] = Domain(store, reporter, self._config)
