@@ -98,6 +98,7 @@ class Daemon:
             self._certificate = Certificate(self._config)
         logging.getLogger().addHandler(self._faults)
         async with contextlib.AsyncExitStack() as ends:
+            ends.callback(logging.getLogger().removeHandler, self._faults)
             ends.push_async_callback(self._end)
             await self._startup()
             await self._stop.wait()
@@ -140,12 +141,16 @@ class Daemon:
         # First, so that a daemon that takes long to start can say so.
         self._web = self._open_web()
         await self._open_domains()
+        if self._stop.is_set():  # meanwhile: nobody has found us yet
+            return
         await self._listen()
         self._background.start(self._web, self._handover)
         self._announce()
 
     async def _open_domains(self) -> None:
         for name, settings in self._stores.items():
+            if self._stop.is_set():
+                return
             reporter = self._reporters[name]
             store = await self._open_store(settings, reporter.tally)
             self._domains[name] = Domain(store, reporter, self._config)

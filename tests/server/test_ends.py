@@ -15,6 +15,7 @@ import pytest
 import typer
 
 import kvstore
+from kvstore.directory import lock_directory
 from kvstore.errors import DiskError
 from kvstore.observer import Observer
 from kvstore.settings import StoreSettings
@@ -44,6 +45,7 @@ async def broken(settings: StoreSettings, observer: Observer) -> Store:
 async def run_to_its_end(daemon: Daemon, socket: Path) -> None:
     running = asyncio.create_task(daemon.run())
     while not socket.exists():
+        assert not running.done()
         await asyncio.sleep(0.01)
     url = f"unix://{socket}"
     await asyncio.to_thread(store_a_block, url)
@@ -76,9 +78,8 @@ def test_a_store_that_fails_to_close_leaves_no_socket_and_no_port_and_is_told(
         asyncio.run(run_to_its_end(daemon, socket))
     assert list(socket.parent.iterdir()) == []
     assert "event=store_close_failed domain=default" in caplog.text
-    assert not [
-        line for line in Path("/proc/net/unix").read_text().splitlines() if str(socket.parent) in line
-    ]
+    assert str(socket.parent) not in Path("/proc/net/unix").read_text()
+    lock_directory(config.data).close()  # it is nobody's any more
 
 
 class BrokenDrain(Daemon):
@@ -98,6 +99,7 @@ def test_a_drain_that_fails_still_makes_everything_durable(
         daemon = BrokenDrain(config)
         running = asyncio.create_task(daemon.run())
         while not socket.exists():
+            assert not running.done()
             await asyncio.sleep(0.01)
         client = await asyncio.to_thread(fleet.connect, config.address)
         await asyncio.to_thread(lambda: document(client, 20).store(client, durable=False))
@@ -142,6 +144,22 @@ def serve_broken(given: list[str]) -> None:
             run_daemon(load(settings(given)), broken)
 
     app([])
+
+
+def test_a_stop_while_the_store_is_opened_ends_without_ever_listening(flags: Flags, handlers: None) -> None:
+    given = settings(flags(http="127.0.0.1:0"))
+    config = load(given)
+    opened: list[Store] = []
+
+    async def open_and_stop(settings: StoreSettings, observer: Observer) -> Store:
+        os.kill(os.getpid(), signal.SIGTERM)
+        opened.append(await Store.open(settings, observer=observer))
+        return opened[0]
+
+    asyncio.run(Daemon(config, open_and_stop).run())
+    assert opened
+    assert not Path(config.address.removeprefix("unix://")).parent.exists()
+    lock_directory(config.data).close()  # the store was closed
 
 
 # --- sockets
