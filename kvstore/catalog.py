@@ -83,7 +83,7 @@ class BlockRecord:
     length: int  # stored (encoded) bytes
     codec: int
     checksum: int
-    used: float  # unix seconds, when it was stored: later uses are noted with the units
+    used: float  # the store's time, when it was stored: later uses are noted with the units
 
     def pack(self) -> bytes:
         """The fields behind the hash, in their stored form."""
@@ -108,7 +108,7 @@ class UnitRecord:
     namespace: int
     tokens: int
     kinds: int
-    created: float  # unix seconds
+    created: float  # the store's time
     used: float
     hits: int
 

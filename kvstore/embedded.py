@@ -25,6 +25,7 @@ from kvstore.api import (
     ReserveState,
     Status,
 )
+from kvstore.clock import Clock
 from kvstore.curation import Curator
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.hashing import check_hashes
@@ -46,14 +47,19 @@ CALL_SECONDS = 30.0  # bound of the verbs that wait for nothing but the loop
 class Embedded:
     """A ``KVStore`` that owns its data directory. Thread-safe; close it, or use it as a context."""
 
-    def __init__(self, settings: StoreSettings, open_payloads: OpenPayloads | None = None) -> None:
+    def __init__(
+        self,
+        settings: StoreSettings,
+        open_payloads: OpenPayloads | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="latentkv-loop", daemon=True)
         self._thread.start()
         self._lock = threading.Lock()  # a call enters the loop before it is closed, or not at all
         self._closed = False
         try:
-            self._store = self._run(Store.open(settings, open_payloads), None)
+            self._store = self._run(Store.open(settings, open_payloads, clock=clock), None)
         except BaseException:
             self._enter_closed()
             self._stop_loop()
@@ -178,7 +184,9 @@ class Embedded:
         return self._run(work(self._store.keeping.curator), timeout)
 
     def expire(self, now: float) -> int:
-        """Drop what has expired at ``now`` (unix seconds); how many blocks. The store does so by itself."""
+        """Drop what has expired when the wall clock shows ``now``, as the store does by itself; how many
+        blocks.
+        """
         return self._run(self._store.keeping.expire(now), None)
 
     def check(self) -> list[str]:

@@ -8,8 +8,8 @@ killed meanwhile goes on with it at its next start.
 from __future__ import annotations
 
 import logging
+import secrets
 import struct
-import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 _EPOCH, _ERASING = b"epoch/", b"erasing/"
 _ID, _NUMBER = struct.Struct("<I"), struct.Struct("<Q")
 _DROPPED_A_TXN = 4096
+_FRESH_BITS = 62  # of an epoch that must differ from all that any worker remembers
 
 
 class Epochs:
@@ -58,7 +59,7 @@ class Epochs:
         for key, body in catalog.notes(_EPOCH):
             if len(key) == _ID.size:
                 # Of a damaged one no more is known than that it must differ from what workers remember.
-                epoch = _NUMBER.unpack(body)[0] if body is not None else int(time.time())
+                epoch = _NUMBER.unpack(body)[0] if body is not None else secrets.randbits(_FRESH_BITS)
                 self._epochs[_ID.unpack(key)[0]] = epoch
         erasing = [key for key, _ in catalog.notes(_ERASING)]
         if erasing:

@@ -53,7 +53,7 @@ class BlockState(IntEnum):
 
 @dataclass(slots=True)
 class UnitUse:
-    """What is known of a unit besides its mark. Times in unix seconds."""
+    """What is known of a unit besides its mark. Times are the store's."""
 
     created: float
     used: float
@@ -92,8 +92,8 @@ class PrefixIndex:
         self.length = array("I")  # stored bytes on disk
         self.codec = bytearray()
         self.checksum = array("Q")  # xxh3-64 of the raw block; valid with a place
-        self.used = array("d")  # unix seconds
-        self.created = array("I")  # unix seconds, when the block was stored
+        self.used = array("d")  # the store's time
+        self.created = array("I")  # the same, when the block was stored
         self.kinds = bytearray()
         self.units: dict[int, UnitUse] = {}
 
@@ -310,7 +310,12 @@ class PrefixIndex:
 
     def touch(self, rows: NDArray[np.int64], now: float) -> None:
         """Note a use of a whole prefix, so that an ancestor is never older than its children."""
-        view(self.used)[rows] = now
+        used = view(self.used)
+        used[rows] = np.maximum(used[rows], now)
+
+    def latest_use(self) -> float:
+        """The latest of all uses, in the store's time; 0 if there is no block. Looks at all."""
+        return float(view(self.used).max(initial=0.0))
 
     def check(self) -> list[str]:
         """Violated invariants; empty when sound."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from kvstore.admission import Admission
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena
 from kvstore.audit import Held, audit, held
+from kvstore.clock import Clock, StoreTime
 from kvstore.disk import DiskTier
 from kvstore.errors import InvalidArgument, Unavailable
 from kvstore.ghosts import GhostList, Gone, Setback
@@ -50,12 +51,20 @@ __all__ = ["Reserved", "Store"]
 class Store:
     """A store in the process that owns its data directory. Use it from its event loop only."""
 
-    def __init__(self, settings: StoreSettings, disk: DiskTier, arena: Arena, observer: Observer) -> None:
+    def __init__(
+        self,
+        settings: StoreSettings,
+        disk: DiskTier,
+        arena: Arena,
+        observer: Observer,
+        clock: Clock | None = None,
+    ) -> None:
         self.settings = settings
         self.arena = arena
         self.counters: Counter[str] = Counter()
         self._disk = disk
         self._observer = observer
+        self.time = StoreTime(clock or Clock(), self.counters)
         self._index = PrefixIndex()
         self._ghosts = GhostList(settings.ghost_bytes)
         self._spaces = SpaceTable(disk, arena)
@@ -81,6 +90,7 @@ class Store:
             self._writer,
             self._admission,
             self.counters,
+            self.time,
             quota_bytes=self._quota_bytes,
         )
         # Readers hold half of the arena; half of the rest is what they may be apart.
@@ -95,6 +105,7 @@ class Store:
             self._writer,
             self._admission,
             self.counters,
+            self.time,
             self._expire,
         )
         self._clocks: list[asyncio.Task[None]] = []
@@ -106,6 +117,7 @@ class Store:
         settings: StoreSettings,
         open_payloads: OpenPayloads | None = None,
         observer: Observer | None = None,
+        clock: Clock | None = None,
     ) -> Store:
         """Open or create the store of a data directory; ``observer`` hears of what happens in it.
 
@@ -117,7 +129,7 @@ class Store:
             undo.callback(disk.close)
             arena = Arena(settings.host_bytes, lead=disk.lead)
             undo.callback(arena.close)
-            store = cls(settings, disk, arena, observer or Unobserved())
+            store = cls(settings, disk, arena, observer or Unobserved(), clock)
             # Side by side: one waits for the kernel to find memory, the other one computes.
             backing = asyncio.to_thread(arena.back, settings.numa_node)
             restoring = asyncio.to_thread(store._restore)
@@ -126,12 +138,14 @@ class Store:
                     raise failure
             undo.pop_all()
         store._writer.start()
-        store._clocks = [asyncio.create_task(clock()) for clock in (store._expire_leases, store.keeping.tend)]
+        clocks = (store._expire_leases, store.keeping.tend, store.keeping.watch_clock)
+        store._clocks = [asyncio.create_task(clock()) for clock in clocks]
         return store
 
     def _restore(self) -> None:
         self._spaces.restore()
         self._writer.room.used = restore(self._index, self._disk, self._spaces, self.counters)
+        self.time.restore(self._disk.catalog, self._index.latest_use())
         self.keeping.restore(self._disk.catalog)
 
     # --- workers
@@ -201,7 +215,8 @@ class Store:
         """What ``match`` would answer, and what is known of the place where it stops. Counts nothing."""
         space = self._spaces.get(namespace)
         prompt = checked_prompt(hashes, tokens, space.layout.block_tokens, align)
-        return trail(self._index, self._ghosts, self._matcher, prompt, self._walk(space.id, hashes))
+        walk = self._walk(space.id, hashes)
+        return trail(self._index, self._ghosts, self._matcher, prompt, walk, self.time.to_wall)
 
     def load(
         self,
@@ -219,10 +234,10 @@ class Store:
             raise InvalidArgument(f"first={first} is outside [0, {len(hashes)}]")
         walked = self._walk(space.id, hashes).rows
         reader = self._readers.join(space.id, readers, first, space.block_bytes) if readers else None
-        now = time.time()
+        now = self.time.now()
         self._index.touch(walked, now)
         rows: list[int] = walked.tolist()
-        lease = self._leases.open(holder, space.id, space.block_bytes, time.monotonic())
+        lease = self._leases.open(holder, space.id, space.block_bytes, monotonic())
         if rows:
             self._leases.keep_row(lease, rows[-1])
             self._note_use(walked, now)
@@ -298,14 +313,14 @@ class Store:
             self._host.notify_room()
 
     def _note_departure(self, row: int, why: Departure) -> None:
-        now, unit = time.time(), self._index.units.get(row)
+        now, unit = self.time.now(), self._index.units.get(row)
         self._ghosts.leave(self._index.hashes[row], Gone(why, now))
         self._observer.block_left(why, now - self._index.used[row])
         if unit is not None:
             self._observer.unit_left(why, now - unit.created, unit.hits)
 
     def _note_setback(self, block: bytes, why: Setback) -> None:
-        self._ghosts.leave(block, Gone(why, time.time()))
+        self._ghosts.leave(block, Gone(why, self.time.now()))
 
     # --- ends
 
@@ -323,7 +338,7 @@ class Store:
     async def _expire_leases(self) -> None:
         while True:
             await asyncio.sleep(self.settings.lease_seconds / 4)
-            for lease in self._leases.due(time.monotonic()):
+            for lease in self._leases.due(monotonic()):
                 self.counters["expired_leases"] += 1
                 self._expire(lease)
 
@@ -362,7 +377,7 @@ class Store:
 
     def survey(self, top: int) -> Survey:
         """Namespaces, and the ``top`` units by weight and by what they saved."""
-        return survey(self._index, self._spaces, top)
+        return survey(self._index, self._spaces, top, self.time.to_wall)
 
     def check(self) -> list[str]:
         """Violated invariants over all tables; empty when sound. For tests."""
@@ -383,6 +398,7 @@ class Store:
         for clock in self._clocks:
             clock.cancel()
         self.keeping.close()
+        await self.keeping.note_clock()
         # Not ended: a worker may still touch the slots that it holds.
         for lease in self._leases:
             self._expire(lease)

@@ -55,8 +55,10 @@ class Survey:
     most_valuable: list[UnitSurvey]
 
 
-def unit_survey(index: PrefixIndex, spaces: SpaceTable, row: int) -> UnitSurvey:
-    """The unit that ends at a row."""
+def unit_survey(
+    index: PrefixIndex, spaces: SpaceTable, row: int, to_wall: Callable[[float], float]
+) -> UnitSurvey:
+    """The unit that ends at a row; ``to_wall`` makes wall times of the store's."""
     use, space = index.units[row], spaces.of(index.namespace[row])
     blocks = index.depth[row]
     return UnitSurvey(
@@ -65,17 +67,17 @@ def unit_survey(index: PrefixIndex, spaces: SpaceTable, row: int) -> UnitSurvey:
         kinds=index.kinds[row],
         tokens=blocks * space.layout.block_tokens,
         nbytes=blocks * space.block_bytes,
-        created=use.created,
-        used=use.used,
+        created=to_wall(use.created),
+        used=to_wall(use.used),
         hits=use.hits,
     )
 
 
-def survey(index: PrefixIndex, spaces: SpaceTable, top: int) -> Survey:
+def survey(index: PrefixIndex, spaces: SpaceTable, top: int, to_wall: Callable[[float], float]) -> Survey:
     """Look at everything once: some ten milliseconds for 100,000 units and a million blocks."""
 
     def first(rows: Iterable[int], key: Callable[[int], int]) -> list[UnitSurvey]:
-        return [unit_survey(index, spaces, row) for row in heapq.nlargest(top, rows, key)]
+        return [unit_survey(index, spaces, row, to_wall) for row in heapq.nlargest(top, rows, key)]
 
     def weight(row: int) -> int:
         return index.depth[row] * spaces.of(index.namespace[row]).block_bytes
