@@ -10,11 +10,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import TypeVar
 
-import grpc
-
 from kvstore import wire
 from kvstore.curation import UNIT_ORDERS
-from kvstore.errors import InvalidArgument, KVStoreError
+from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.store import Store
 from kvstore.v1 import operator_pb2 as pb
 from server.events import event
@@ -44,7 +42,15 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
         try:
             return await handler(service, request, context)
         except KVStoreError as error:
-            return await context.abort(*wire.status_of_error(error))
+            failure = error
+        except Exception as error:  # a handler's bug must cost one call, and be told as what it is
+            if context.done():  # the caller has gone; writing to it is what failed
+                raise
+            log.exception("event=call_failed verb=%s", handler.__name__)
+            failure = wire.DaemonFailed(
+                f"{handler.__name__} failed in the daemon ({type(error).__name__}); see its log"
+            )
+        return await context.abort(*wire.status_of_error(failure))
 
     return answer
 
@@ -60,13 +66,15 @@ class OperatorService:
         self._reporter = reporter
         self._record = record
 
+    @answered
     async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportResponse:
         """Everything an operator may want to see."""
         report = self._reporter.report()
         if report is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the store is being opened; ask again")
+            raise Unavailable("the store is being opened; ask again")
         return pb.ReportResponse(report_json=report.to_json())
 
+    @answered
     async def Namespaces(self, request: pb.NamespacesRequest, context: Context) -> pb.NamespacesResponse:
         """The open namespaces and the keys of their chains."""
         spaces = self._store.spaces()
@@ -150,6 +158,7 @@ class OperatorService:
         event(log, logging.WARNING, "deleted", what=what, blocks=deleted.blocks)
         return pb.DeleteResponse(namespaces=deleted.namespaces, blocks=deleted.blocks)
 
+    @answered
     async def Record(self, request: pb.RecordRequest, context: Context) -> None:
         """The last requests."""
         for batch in self._record.batches(_BATCH):

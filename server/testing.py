@@ -2,9 +2,9 @@
 
     python -m server.testing --data DIR --listen unix:///DIR/kv.sock
 
-It is ``latentkv serve`` with ``kvstore.testing.faults`` below its store. Each line of JSON on its
-standard input sets switches of ``Faults`` and is answered by one on its standard output that says
-what is held and which invariants are violated.
+It is ``latentkv serve`` with ``kvstore.testing`` below its store. Each line of JSON on its standard
+input sets switches of ``Faults``, or steps the store's wall clock, and is answered by one on its
+standard output that says what is held and which invariants are violated.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from kvstore.observer import Observer
 from kvstore.payloads.kinds import OPEN
 from kvstore.settings import StoreSettings
 from kvstore.store import Store
+from kvstore.testing.clocks import SteppedClock
 from kvstore.testing.faults import Faults
 from server.commands.failures import one_line
 from server.commands.serve import run_daemon
 from server.commands.settings import Given, with_settings
 
-SWITCHES = ("fail_writes", "fail_reads", "fail_frees", "lie_in_reads", "tear_writes", "delay")
+CLOCK = "clock_step"  # seconds by which the wall clock is ahead of the machine's
+SWITCHES = (CLOCK, "fail_writes", "fail_reads", "fail_frees", "lie_in_reads", "tear_writes", "delay")
 
 
 class Control:
@@ -36,7 +38,8 @@ class Control:
     async def open_store(self, settings: StoreSettings, observer: Observer) -> Store:
         """See ``server.lifecycle.OpenStore``."""
         self._faults = Faults(OPEN[settings.payloads])
-        self._store = await Store.open(settings, self._faults.open, observer)
+        self._clock = SteppedClock()
+        self._store = await Store.open(settings, self._faults.open, observer, self._clock)
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._listen, name="latentkv-faults", daemon=True).start()
         return self._store
@@ -49,6 +52,7 @@ class Control:
             print(json.dumps(answer), flush=True)
 
     def _obey(self, switches: dict[str, Any]) -> dict[str, Any]:
+        self._clock.step = switches.pop(CLOCK, self._clock.step)
         for name, value in switches.items():
             setattr(self._faults, name, value)
         return asyncio.run_coroutine_threadsafe(self._look(), self._loop).result()

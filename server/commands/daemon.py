@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 import typer
 
 from kvstore import wire
-from kvstore.errors import Unauthenticated, Unavailable
+from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.identity import Identity
 from kvstore.namespace import Namespace
 from kvstore.transport import Transport
@@ -71,10 +71,12 @@ class Operator:
     def _ask(self, verb: Callable[..., Any], request: Any, seconds: float = ANSWER_SECONDS) -> Any:
         try:
             return self._transport.call(verb, request, seconds)
-        except Unauthenticated:
-            raise
-        except Unavailable as error:
+        except (wire.Unreachable, wire.NotAsked) as error:
             raise Unavailable(f"no daemon answers at {self._url} ({error}); is it running?") from None
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"the daemon at {self._url} did not answer within {seconds:g} s: it is stopped, or busy"
+            ) from None
 
     def report(self) -> dict[str, Any]:
         """The daemon's report as ``server.report.Report`` has it."""
