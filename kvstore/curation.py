@@ -135,8 +135,11 @@ class Curator:
             raise NamespaceUnknown(
                 f"{len(spaces)} namespaces have {what}; look at the status for their names"
             )
-        blocks = [await self._finish(self._eraser.namespace(space)) for space in spaces]
-        return Deleted(len(spaces), sum(blocks))
+        blocks = 0
+        for space in spaces:
+            if self._spaces.known(space.id) is not None:  # else it was retired meanwhile, being empty
+                blocks += await self._finish(self._eraser.namespace(space))
+        return Deleted(len(spaces), blocks)
 
     async def _finish(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Do some work to its end, though its caller may stop waiting.

@@ -57,8 +57,9 @@ class Eraser:
 
         Raises ``DiskError`` when the deletion cannot be written down; then nothing was deleted.
         """
-        async with self._one:
-            return await self._namespace(space)
+        with self._spaces.busy(space):
+            async with self._one:
+                return await self._namespace(space)
 
     async def _namespace(self, space: Space) -> int:
         epochs, note = self._spaces.epochs, erasing_note(space.id)
@@ -109,6 +110,10 @@ class Eraser:
 
         Raises ``UnitPinned``, and ``DiskError`` as ``namespace`` does.
         """
+        with self._spaces.busy(space):
+            return await self._unit(space, row)
+
+    async def _unit(self, space: Space, row: int) -> int:
         self._require_unpinned(row)
         epoch, notes = self._spaces.epochs.next(space.id)
         block = self._index.hashes[row]

@@ -19,6 +19,7 @@ from kvstore.host import HostTier
 from kvstore.leases import Lease, LeaseTable
 from kvstore.pins import Pins
 from kvstore.prefix_index import PrefixIndex
+from kvstore.registry import Registry
 from kvstore.settings import StoreSettings
 from kvstore.spaces import SpaceTable
 from kvstore.writeback import Writer
@@ -39,11 +40,13 @@ class Keeping:
         admission: Admission,
         counters: Counter[str],
         time: StoreTime,
+        registry: Registry,
         end_lease: Callable[[Lease], None],
     ) -> None:
         self._writer = writer
         self._disk = disk
         self._time = time
+        self._registry = registry
         self._expiry = Expiry(
             index, writer, counters, ttl=settings.ttl_seconds, max_age=settings.max_age_seconds
         )
@@ -61,6 +64,8 @@ class Keeping:
             await asyncio.sleep(self._expiry.tick)
             self._writer.keep_uses()
             await self._expire(self._time.now())
+            with contextlib.suppress(DiskError):  # tried again
+                await self._registry.retire_idle()
 
     async def watch_clock(self) -> None:
         """Notice steps of the wall clock, for ever, and note how far the store's time is from it."""

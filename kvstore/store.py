@@ -17,13 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.admission import Admission
+from kvstore.allowance import Allowances
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena
 from kvstore.audit import Held, audit, held
 from kvstore.clock import Clock, StoreTime
+from kvstore.departures import Departures
 from kvstore.disk import DiskTier
 from kvstore.errors import InvalidArgument, Unavailable
-from kvstore.ghosts import GhostList, Gone, Setback
+from kvstore.ghosts import GhostList
 from kvstore.hashing import check_hashes
 from kvstore.host import HostTier
 from kvstore.keeping import Keeping
@@ -31,16 +33,18 @@ from kvstore.leases import Holder, Lease, LeaseTable
 from kvstore.loading import LoadStream
 from kvstore.matching import Matcher, checked_prompt
 from kvstore.namespace import Namespace
-from kvstore.observer import Departure, Observer, Unobserved
+from kvstore.observer import Observer, Unobserved
 from kvstore.payloads import OpenPayloads
 from kvstore.prefix_index import NONE, PrefixIndex, Walk
 from kvstore.readers import ReaderGroups
+from kvstore.registry import Registry
 from kvstore.reserving import Reserved, Reserver
 from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
 from kvstore.slots import SlotState
 from kvstore.spaces import Space, SpaceTable
 from kvstore.survey import Survey, survey
+from kvstore.tickets import unknown_ticket
 from kvstore.trail import Trail, trail
 from kvstore.units import UnitKind, UnitMark, check_interval
 from kvstore.writeback import Writer
@@ -63,20 +67,23 @@ class Store:
         self.arena = arena
         self.counters: Counter[str] = Counter()
         self._disk = disk
-        self._observer = observer
         self.time = StoreTime(clock or Clock(), self.counters)
         self._index = PrefixIndex()
         self._ghosts = GhostList(settings.ghost_bytes)
-        self._spaces = SpaceTable(disk, arena)
+        allowances = Allowances(settings.tenant_namespaces, settings.tenant_block_sizes)
+        self._spaces = SpaceTable(disk, arena, allowances)
         self._matcher = Matcher(self._index, self._ghosts, policy=settings.policy, interval=settings.interval)
         self._leases = LeaseTable(self._index, arena, seconds=settings.lease_seconds)
         self._host = HostTier(self._index, arena, disk, self._spaces, self.counters)
         self._writer = Writer(
             self._index, arena, self._host, disk, self._spaces, self.counters, settings=settings
         )
-        self._writer.on_left = self._note_departure
+        of = self._index, self._spaces, self._leases, arena, disk, self._writer, self.counters
+        self.registry = Registry(*of)
+        departures = Departures(self._index, self._ghosts, observer, self.time)
+        self._writer.on_left = departures.left
         self._host.on_lost = self._writer.settle_lost
-        self._host.on_setback = self._note_setback
+        self._host.on_setback = departures.set_back
         self._host.on_corrupt = self._writer.corrupt
         self._admission = Admission(
             self._index, arena, self._host, self._ghosts, self._writer, self.counters, settings.admit
@@ -106,6 +113,7 @@ class Store:
             self._admission,
             self.counters,
             self.time,
+            self.registry,
             self._expire,
         )
         self._clocks: list[asyncio.Task[None]] = []
@@ -162,28 +170,19 @@ class Store:
 
     # --- verbs
 
-    async def open_namespace(self, namespace: Namespace) -> bytes:
+    async def open_namespace(self, namespace: Namespace, opener: str | None = None) -> bytes:
         """Register a namespace; its digest is the key of its hash chains.
 
-        Raises ``CapacityTooSmall``, ``InvalidArgument`` when the interval of units does not fit
-        its blocks, and ``DiskError`` when a new one cannot be catalogued.
+        It counts for its tenant's share, and that of the caller named ``opener``. Raises ``DiskError``,
+        ``CapacityTooSmall``, ``NamespaceLimit``, and ``InvalidArgument`` for what does not fit its blocks.
         """
         self._accepting()
-        known = self._spaces.find(namespace)
-        if known is not None:
-            return known.digest
         check_interval(self.settings.interval, namespace.layout.block_tokens)
-        self._spaces.fit(namespace.layout)
-        number, digest = await self._writer.record(self._disk.add_namespace, namespace)
-        return self._spaces.admit(number, namespace, digest).digest
+        return (await self.registry.open(namespace, opener)).digest
 
     def space(self, namespace: bytes) -> Space:
         """The open namespace with this digest. Raises ``NamespaceUnknown``."""
         return self._spaces.get(namespace)
-
-    def spaces(self) -> list[Space]:
-        """The open namespaces."""
-        return list(self._spaces)
 
     def match(
         self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool
@@ -303,7 +302,9 @@ class Store:
 
     def tenant_of_ticket(self, ticket: int) -> str:
         """Whose blocks a commit was about. Raises ``TicketUnknown``."""
-        return self._spaces.of(self._writer.tickets.namespace(ticket)).namespace.tenant
+        if (space := self._spaces.known(self._writer.tickets.namespace(ticket))) is None:
+            raise unknown_ticket(ticket)
+        return space.namespace.tenant
 
     def release(self, holder: Holder, lease: int) -> None:
         """End a lease of this worker, expired or not; others are ignored."""
@@ -311,16 +312,6 @@ class Store:
         if held is not None:
             self._end(held)
             self._host.notify_room()
-
-    def _note_departure(self, row: int, why: Departure) -> None:
-        now, unit = self.time.now(), self._index.units.get(row)
-        self._ghosts.leave(self._index.hashes[row], Gone(why, now))
-        self._observer.block_left(why, now - self._index.used[row])
-        if unit is not None:
-            self._observer.unit_left(why, now - unit.created, unit.hits)
-
-    def _note_setback(self, block: bytes, why: Setback) -> None:
-        self._ghosts.leave(block, Gone(why, self.time.now()))
 
     # --- ends
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.namespace import Namespace
 from kvstore.prefix_index import NONE, BlockState, PrefixIndex, view
@@ -92,12 +93,10 @@ def survey(index: PrefixIndex, spaces: SpaceTable, top: int, to_wall: Callable[[
 def _namespaces(index: PrefixIndex, spaces: SpaceTable) -> list[NamespaceSurvey]:
     owner = view(index.namespace)
     present = view(index.state) == BlockState.PRESENT
-    in_host = present & (view(index.slot) != NONE)
+    blocks = _by_owner(owner[present])
+    host = _by_owner(owner[present & (view(index.slot) != NONE)])
     on_disk = present & (view(index.place) != NONE)
-    count = 1 + max((space.id for space in spaces), default=0)
-    blocks = np.bincount(owner[present], minlength=count)
-    host = np.bincount(owner[in_host], minlength=count)
-    nbytes = np.bincount(owner[on_disk], view(index.length)[on_disk], minlength=count)
+    nbytes = _by_owner(owner[on_disk], view(index.length)[on_disk])
     units = Counter(index.namespace[row] for row in index.units)
     hits: Counter[int] = Counter()
     for row, use in index.units.items():
@@ -106,11 +105,17 @@ def _namespaces(index: PrefixIndex, spaces: SpaceTable) -> list[NamespaceSurvey]
         NamespaceSurvey(
             space.namespace,
             space.digest,
-            int(blocks[space.id]),
-            int(host[space.id]),
-            int(nbytes[space.id]),
+            blocks[space.id],
+            host[space.id],
+            nbytes[space.id],
             units[space.id],
             hits[space.id],
         )
         for space in spaces
     ]
+
+
+def _by_owner(owners: NDArray[np.int32], weights: NDArray[np.uint32] | None = None) -> Counter[int]:
+    """How often each id is there, or the sum of its weights. Ids rise as namespaces come and go."""
+    ids, places = np.unique(owners, return_inverse=True)
+    return Counter(dict(zip(ids.tolist(), map(int, np.bincount(places, weights, len(ids))), strict=True)))

@@ -157,6 +157,10 @@ class Writer:
         """Done once all that was freed so far has left the disk; cancelled if the store closes before."""
         return self._leaving.gone()
 
+    def under_way(self) -> list[Batch]:
+        """The batches that are on their way to the disk."""
+        return list(self._pipeline.batches)
+
     def carries(self, row: int) -> bool:
         """Whether this row's block or mark is on its way to the disk right now."""
         return self._pipeline.carries(row) or self._marks.writing(row)
@@ -335,7 +339,6 @@ class Writer:
         self._failures += 1
         self._counters["write_failures"] += 1
         self._host.dirty_evictable = True
-        # Whoever waits for durability learns now that it can't be had.
         for row in (*self._dirty, *self._marks.made()):
             self.settle_lost(row)
         self._host.notify_room()
@@ -352,8 +355,7 @@ class Writer:
             row = self._dirty[0]
             taken = row in batch or self._pipeline.carries(row)
             if taken or not self._is_dirty(row):
-                # It left the arena while HOST_ONLY, and may have been sealed again since.
-                self._dirty.popleft()
+                self._dirty.popleft()  # it left the arena while HOST_ONLY, and may have been sealed again
                 if not taken:
                     self.settle_lost(row)
                 self._index.unhold(row)

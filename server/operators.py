@@ -25,6 +25,8 @@ from server.streams import Context
 log = logging.getLogger(__name__)
 
 MAX_UNITS = 1000  # in one answer
+MAX_PINS = 10_000  # the same
+PAGE_BYTES = wire.MAX_MESSAGE_BYTES // 4  # of namespaces in one answer
 _BATCH = 64  # recorded requests of a message
 
 OPERATOR = pb.DESCRIPTOR.services_by_name["Operator"].full_name
@@ -76,13 +78,13 @@ class OperatorService:
 
     @answered
     async def Namespaces(self, request: pb.NamespacesRequest, context: Context) -> pb.NamespacesResponse:
-        """The open namespaces and the keys of their chains."""
-        spaces = self._store.spaces()
+        """The open namespaces and the keys of their chains, as many as go into an answer."""
+        spaces = self._store.registry.page(request.after, PAGE_BYTES)
         named = [
             pb.OpenNamespace(namespace_json=space.namespace.to_json(), digest=space.digest)
             for space in spaces
         ]
-        return pb.NamespacesResponse(namespaces=named)
+        return pb.NamespacesResponse(namespaces=named, next=spaces[-1].id if spaces else 0)
 
     @answered
     async def Trail(self, request: pb.TrailRequest, context: Context) -> pb.TrailResponse:
@@ -106,7 +108,7 @@ class OperatorService:
             )
         tenant = request.tenant if request.HasField("tenant") else None
         units = await self._store.keeping.curator.units(tenant=tenant, order=order, limit=request.limit)
-        held = holdings(units, await self._store.keeping.curator.pins())
+        held = holdings(units, await self._store.keeping.curator.pins(), clipped=True)
         return pb.UnitsResponse(units_json=json.dumps([asdict(each) for each in held]))
 
     @answered
@@ -118,10 +120,11 @@ class OperatorService:
 
     @answered
     async def Pins(self, request: pb.PinsRequest, context: Context) -> pb.PinsResponse:
-        """All pins."""
+        """The pins, as many as go into an answer."""
         tenant = request.tenant if request.HasField("tenant") else None
-        pins = await self._store.keeping.curator.pins(tenant=tenant)
-        return pb.PinsResponse(pins_json=json.dumps([asdict(pin_held(pin)) for pin in pins]))
+        pins = (await self._store.keeping.curator.pins(tenant=tenant))[request.first :]
+        shown = [asdict(pin_held(pin)) for pin in pins[:MAX_PINS]]
+        return pb.PinsResponse(pins_json=json.dumps(shown), more=len(pins) > MAX_PINS)
 
     @answered
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:

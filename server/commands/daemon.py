@@ -96,8 +96,15 @@ class Operator:
 
     def namespaces(self) -> list[Opened]:
         """The open namespaces."""
-        answer = self._ask(self._stub.Namespaces, pb.NamespacesRequest())
-        return [Opened(Namespace.from_json(each.namespace_json), each.digest) for each in answer.namespaces]
+        found: dict[bytes, Opened] = {}
+        after = 0
+        while True:
+            answer = self._ask(self._stub.Namespaces, pb.NamespacesRequest(after=after))
+            for each in answer.namespaces:
+                found[each.digest] = Opened(Namespace.from_json(each.namespace_json), each.digest)
+            if answer.next <= after:  # the last, or a daemon that gives all at once
+                return list(found.values())
+            after = answer.next
 
     def trail(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, align: int) -> dict[str, Any]:
         """A prompt's way through the index, as ``server.report.trail_report`` has it."""
@@ -123,9 +130,12 @@ class Operator:
 
     def pins(self, tenant: str | None) -> list[dict[str, Any]]:
         """All pins, each a ``server.holdings.PinHeld``."""
-        answer = self._ask(self._stub.Pins, pb.PinsRequest(tenant=tenant))
-        pins: list[dict[str, Any]] = json.loads(answer.pins_json)
-        return pins
+        found: dict[str, dict[str, Any]] = {}
+        while True:
+            answer = self._ask(self._stub.Pins, pb.PinsRequest(tenant=tenant, first=len(found)))
+            found |= {pin["handle"]: pin for pin in json.loads(answer.pins_json)}
+            if not answer.more:
+                return list(found.values())
 
     def pin(self, seconds: float, *, unit: str = "", handle: str = "") -> dict[str, Any]:
         """Pin a unit, or extend a pin; a ``server.holdings.PinHeld``."""
