@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -93,6 +94,14 @@ class Encoded:
     checksum: int  # xxh3-64 of the raw block
 
 
+class Registered(NamedTuple):
+    """A namespace in the catalogue; ``new`` if it was not there before."""
+
+    number: int
+    digest: bytes
+    new: bool
+
+
 class DiskTier:
     """Catalogue and payloads. Reads come from several threads.
 
@@ -126,6 +135,7 @@ class DiskTier:
         # Any thread appends; one at a time takes: freed again, a place could be another payload's by then.
         self._unnamed: deque[tuple[int, list[int]]] = deque()
         self._freeing = threading.Lock()
+        self._looking = threading.Lock()  # while the payloads of a size are looked through they stay open
 
     def _require_directory(self) -> None:
         """Raises ``DataDirError``: now, and not when the first block is to be written."""
@@ -164,13 +174,36 @@ class DiskTier:
         """
         return self.capacity_bytes - 2 * self.batch_blocks(block_bytes) * block_bytes
 
-    def add_namespace(self, namespace: Namespace) -> tuple[int, bytes]:
-        """Id and digest of a namespace, catalogued and ready for its blocks. Raises ``DiskError``."""
+    def add_namespace(self, namespace: Namespace, epoch: int = 0) -> Registered:
+        """Catalogue a namespace, with this epoch if it is new, and make ready for its blocks.
+
+        Raises ``DiskError``.
+        """
         digest = namespace.digest(self.catalog.tenant_secret(namespace.tenant))
-        number = self.catalog.add_namespace(namespace.to_json(), digest)
+        new = self.catalog.namespace_id(digest) is None
+        number = self.catalog.add_namespace(namespace.to_json(), digest, epoch)
         if namespace.layout.block_bytes not in self._payloads:
             self.reclaim(namespace.layout.block_bytes, ())
-        return number, digest
+        return Registered(number, digest, new)
+
+    def drop_namespaces(self, digests: Sequence[bytes], notes: Mapping[bytes, bytes]) -> None:
+        """Forget namespaces of which there is nothing but their records, and put notes.
+
+        Raises ``DiskError``.
+        """
+        self.catalog.drop_namespaces(digests, notes)
+
+    def drop_size(self, block_bytes: int) -> None:
+        """Give up the files of a block size that no namespace has. Raises ``DiskError``."""
+        with self._freeing:
+            kept = [item for item in self._unnamed if item[0] != block_bytes]
+            self._unnamed.clear()
+            self._unnamed.extend(kept)
+        with self._looking:
+            payloads = self._payloads.pop(block_bytes, None)
+        if payloads is not None:
+            payloads.close()
+            _remove(self._payload_root / str(block_bytes), "no_namespace")
 
     def stored_bytes(self, block_bytes: int, length: int) -> int:
         """Bytes of disk that a payload of ``length`` bytes takes."""
@@ -311,7 +344,9 @@ class DiskTier:
 
     def missing(self, block_bytes: int, named: Keys) -> set[int]:
         """Which of these keys hold nothing any more, by the payloads' own word. Raises ``DiskError``."""
-        return self._payloads[block_bytes].missing(named)
+        with self._looking:
+            payloads = self._payloads.get(block_bytes)
+            return set() if payloads is None else payloads.missing(named)
 
     def sweep(self, sizes: set[int]) -> None:
         """Remove the payloads of all block sizes but these: no namespace of the catalogue has them."""

@@ -25,6 +25,7 @@ from kvstore.api import (
     Status,
 )
 from kvstore.arguments import bounded_hashes, bounded_tokens, digest, unsigned
+from kvstore.clock import Clock
 from kvstore.curation import Curator
 from kvstore.delivery import BlockLoad, EndedLoad
 from kvstore.ending import end_when_dropped
@@ -52,10 +53,15 @@ class Embedded:
     nothing, and the directory stays the parent's alone.
     """
 
-    def __init__(self, settings: StoreSettings, open_payloads: OpenPayloads | None = None) -> None:
+    def __init__(
+        self,
+        settings: StoreSettings,
+        open_payloads: OpenPayloads | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self._loop = LoopThread()
         try:
-            self._store = self._loop.run(Store.open(settings, open_payloads), None)
+            self._store = self._loop.run(Store.open(settings, open_payloads, clock=clock), None)
         except BaseException:
             self._loop.close()
             raise
@@ -197,7 +203,9 @@ class Embedded:
         return self._run(work(self._store.keeping.curator), timeout)
 
     def expire(self, now: float) -> int:
-        """Drop what has expired at ``now`` (unix seconds); how many blocks. The store does so by itself."""
+        """Drop what has expired when the wall clock shows ``now``, as the store does by itself; how many
+        blocks.
+        """
         return self._run(self._store.keeping.expire(now), None)
 
     def check(self) -> list[str]:

@@ -28,6 +28,10 @@ class CapacityTooSmall(InvalidArgument):
     """A tier's byte capacity cannot hold a single block of a layout."""
 
 
+class NamespaceLimit(KVStoreError):
+    """The tenant, the caller or the store has as many namespaces or sizes of blocks open as it may have."""
+
+
 class NotCovered(KVStoreError):
     """The caller's credential does not cover the tenant or service, whether that exists or not."""
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.admission import Admission
+from kvstore.allowance import Allowances
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena
 from kvstore.audit import Held, audit, held
+from kvstore.clock import Clock, StoreTime
 from kvstore.departures import Departures
 from kvstore.disk import DiskTier
 from kvstore.errors import InvalidArgument, Unavailable
@@ -35,6 +37,7 @@ from kvstore.observer import Observer, Unobserved
 from kvstore.payloads import OpenPayloads
 from kvstore.prefix_index import NONE, PrefixIndex, Walk
 from kvstore.readers import ReaderGroups
+from kvstore.registry import Registry
 from kvstore.reserving import Reserved, Reserver
 from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
@@ -42,6 +45,7 @@ from kvstore.slots import SlotState
 from kvstore.spaces import Space, SpaceTable
 from kvstore.supervision import Supervisor, Work
 from kvstore.survey import Survey, survey
+from kvstore.tickets import unknown_ticket
 from kvstore.trail import Trail, trail
 from kvstore.units import UnitKind, UnitMark, check_interval
 from kvstore.writeback import Writer
@@ -52,15 +56,23 @@ __all__ = ["Reserved", "Store"]
 class Store:
     """A store in the process that owns its data directory. Use it from its event loop only."""
 
-    def __init__(self, settings: StoreSettings, disk: DiskTier, arena: Arena, observer: Observer) -> None:
+    def __init__(
+        self,
+        settings: StoreSettings,
+        disk: DiskTier,
+        arena: Arena,
+        observer: Observer,
+        clock: Clock | None = None,
+    ) -> None:
         self.settings = settings
         self.arena = arena
         self.counters: Counter[str] = Counter()
         self._disk = disk
-        self._observer = observer
+        self.time = StoreTime(clock or Clock(), self.counters)
         self._index = PrefixIndex()
         self._ghosts = GhostList(settings.ghost_bytes)
-        self._spaces = SpaceTable(disk, arena)
+        allowances = Allowances(settings.tenant_namespaces, settings.tenant_block_sizes)
+        self._spaces = SpaceTable(disk, arena, allowances)
         self._matcher = Matcher(self._index, self._ghosts, policy=settings.policy, interval=settings.interval)
         self._leases = LeaseTable(self._index, arena, seconds=settings.lease_seconds)
         self._host = HostTier(self._index, arena, disk, self._spaces, self.counters)
@@ -68,10 +80,12 @@ class Store:
         self._writer = Writer(
             self._index, arena, self._host, disk, self._spaces, self.counters, settings, self.supervisor
         )
-        departures = Departures(self._index, self._ghosts, observer)
+        of = self._index, self._spaces, self._leases, arena, disk, self._writer, self.counters
+        self.registry = Registry(*of)
+        departures = Departures(self._index, self._ghosts, observer, self.time)
         self._writer.on_left = departures.left
         self._host.on_lost = self._writer.lost
-        self._host.on_setback = departures.setback
+        self._host.on_setback = departures.set_back
         self._host.on_corrupt = self._writer.corrupt
         self._admission = Admission(
             self._index, arena, self._host, self._ghosts, self._writer, self.counters, settings.admit
@@ -85,6 +99,7 @@ class Store:
             self._writer,
             self._admission,
             self.counters,
+            self.time,
             quota_bytes=self._quota_bytes,
         )
         # Readers hold half of the arena; half of the rest is what they may be apart.
@@ -99,6 +114,8 @@ class Store:
             self._writer,
             self._admission,
             self.counters,
+            self.time,
+            self.registry,
             self._expire,
         )
         self._closing = False
@@ -109,6 +126,7 @@ class Store:
         settings: StoreSettings,
         open_payloads: OpenPayloads | None = None,
         observer: Observer | None = None,
+        clock: Clock | None = None,
     ) -> Store:
         """Open or create the store of a data directory; ``observer`` hears of what happens in it.
 
@@ -120,7 +138,7 @@ class Store:
             undo.callback(disk.close)
             arena = Arena(settings.host_bytes, lead=disk.lead)
             undo.callback(arena.close)
-            store = cls(settings, disk, arena, observer or Unobserved())
+            store = cls(settings, disk, arena, observer or Unobserved(), clock)
             # Side by side: one waits for the kernel to find memory, the other one computes.
             backing = asyncio.to_thread(arena.back, settings.numa_node)
             restoring = asyncio.to_thread(store._restore)
@@ -135,11 +153,17 @@ class Store:
 
     def _clocks(self) -> dict[str, Work]:
         """What runs beside the writer as long as the store, by name."""
-        return {"leases": self._expire_leases, "uses": self.keeping.keep_uses, "expiry": self.keeping.tend}
+        return {
+            "leases": self._expire_leases,
+            "uses": self.keeping.keep_uses,
+            "expiry": self.keeping.tend,
+            "clock": self.keeping.watch_clock,
+        }
 
     def _restore(self) -> None:
         self._spaces.restore()
         self._writer.room.used = restore(self._index, self._disk, self._spaces, self.counters)
+        self.time.restore(self._disk.catalog, self._index.latest_use())
         self.keeping.restore(self._disk.catalog)
 
     # --- workers
@@ -156,28 +180,19 @@ class Store:
 
     # --- verbs
 
-    async def open_namespace(self, namespace: Namespace) -> bytes:
+    async def open_namespace(self, namespace: Namespace, opener: str | None = None) -> bytes:
         """Register a namespace; its digest is the key of its hash chains.
 
-        Raises ``CapacityTooSmall``, ``InvalidArgument`` when the interval of units does not fit
-        its blocks, and ``DiskError`` when a new one cannot be catalogued.
+        It counts for its tenant's share, and that of the caller named ``opener``. Raises ``DiskError``,
+        ``CapacityTooSmall``, ``NamespaceLimit``, and ``InvalidArgument`` for what does not fit its blocks.
         """
         self._accepting()
-        known = self._spaces.find(namespace)
-        if known is not None:
-            return known.digest
         check_interval(self.settings.interval, namespace.layout.block_tokens)
-        self._spaces.fit(namespace.layout)
-        number, digest = await self._writer.record(self._disk.add_namespace, namespace)
-        return self._spaces.admit(number, namespace, digest).digest
+        return (await self.registry.open(namespace, opener)).digest
 
     def space(self, namespace: bytes) -> Space:
         """The open namespace with this digest. Raises ``NamespaceUnknown``."""
         return self._spaces.get(namespace)
-
-    def spaces(self) -> list[Space]:
-        """The open namespaces."""
-        return list(self._spaces)
 
     def match(
         self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool
@@ -209,7 +224,8 @@ class Store:
         """What ``match`` would answer, and what is known of the place where it stops. Counts nothing."""
         space = self._spaces.get(namespace)
         prompt = checked_prompt(hashes, tokens, space.layout.block_tokens, align)
-        return trail(self._index, self._ghosts, self._matcher, prompt, self._walk(space.id, hashes))
+        walk = self._walk(space.id, hashes)
+        return trail(self._index, self._ghosts, self._matcher, prompt, walk, self.time.to_wall)
 
     def load(
         self,
@@ -227,10 +243,10 @@ class Store:
             raise InvalidArgument(f"first={first} is outside [0, {len(hashes)}]")
         walked = self._walk(space.id, hashes).rows
         reader = self._readers.join(space.id, readers, first, space.block_bytes) if readers else None
-        now = time.time()
+        now = self.time.now()
         self._index.touch(walked, now)
         rows: list[int] = walked.tolist()
-        lease = self._leases.open(holder, space.id, space.block_bytes, time.monotonic())
+        lease = self._leases.open(holder, space.id, space.block_bytes, monotonic())
         if rows:
             self._leases.keep_row(lease, rows[-1])
             self._note_use(walked, now)
@@ -296,7 +312,9 @@ class Store:
 
     def tenant_of_ticket(self, ticket: int) -> str:
         """Whose blocks a commit was about. Raises ``TicketUnknown``."""
-        return self._spaces.of(self._writer.tickets.namespace(ticket)).namespace.tenant
+        if (space := self._spaces.known(self._writer.tickets.namespace(ticket))) is None:
+            raise unknown_ticket(ticket)
+        return space.namespace.tenant
 
     def release(self, holder: Holder, lease: int) -> None:
         """End a lease of this worker, expired or not; others are ignored."""
@@ -321,7 +339,7 @@ class Store:
     async def _expire_leases(self) -> None:
         while True:
             await asyncio.sleep(self.settings.lease_seconds / 4)
-            for lease in self._leases.due(time.monotonic()):
+            for lease in self._leases.due(monotonic()):
                 self.counters["expired_leases"] += 1
                 self._expire(lease)
 
@@ -363,7 +381,7 @@ class Store:
 
     def survey(self, top: int) -> Survey:
         """Namespaces, and the ``top`` units by weight and by what they saved."""
-        return survey(self._index, self._spaces, top)
+        return survey(self._index, self._spaces, top, self.time.to_wall)
 
     def check(self) -> list[str]:
         """Violated invariants over all tables; empty when sound. For tests."""
@@ -383,6 +401,7 @@ class Store:
         self._closing = True
         await self.supervisor.stop(*self._clocks())
         self.keeping.close()
+        await self.keeping.note_clock()
         # Not ended: a worker may still touch the slots that it holds.
         for lease in self._leases:
             self._expire(lease)

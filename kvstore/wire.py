@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"].full_name
 HANDOVER_VERSION = 1
 TOKEN_BYTES = 16
-MAX_NAMESPACE_CHARS = 1 << 19  # of JSON: all texts at their longest, each character escaped
+MAX_NAMESPACE_CHARS = 1 << 14  # of JSON: twice what a store opens, for not all write it as densely
 MAX_MESSAGE_BYTES = 8 << 20  # the hashes of one call, and as much again
 CHUNK_BYTES = 1 << 20
 ERROR_KEY = "latentkv-error"
@@ -77,6 +77,7 @@ _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     errors.TicketUnknown: grpc.StatusCode.NOT_FOUND,
     errors.UnitUnknown: grpc.StatusCode.NOT_FOUND,
     errors.PinUnknown: grpc.StatusCode.NOT_FOUND,
+    errors.NamespaceLimit: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.PinLimit: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnitPinned: grpc.StatusCode.FAILED_PRECONDITION,
     errors.EpochPassed: grpc.StatusCode.FAILED_PRECONDITION,

@@ -161,6 +161,10 @@ class Writer:
         """Done once all that was freed so far has left the disk; cancelled if the store closes before."""
         return self._leaving.gone()
 
+    def under_way(self) -> list[Batch]:
+        """The batches that are on their way to the disk."""
+        return list(self._pipeline.batches)
+
     def carries(self, row: int) -> bool:
         """Whether this row's block or mark is on its way to the disk right now."""
         return self._pipeline.carries(row) or self._marks.writing(row)

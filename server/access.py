@@ -23,7 +23,7 @@ from kvstore.spaces import Space, unknown_namespace
 from kvstore.store import Store
 from kvstore.tickets import unknown_ticket
 from kvstore.v1 import kvstore_pb2 as pb
-from server.credentials import Caller, Credentials, Evidence
+from server.credentials import EVERYONE, Caller, Credentials, Evidence
 from server.interception import Wrapping
 from server.operators import OPERATOR
 from server.refusals import refuse
@@ -139,6 +139,11 @@ class Access:
                 f"tenant {namespace.tenant[:80]!r} is not covered by this credential; name one that is"
             )
         return namespace
+
+    @property
+    def opener(self) -> str | None:
+        """For whose share a namespace counts that is opened; None where all callers are one."""
+        return None if caller() == EVERYONE else caller().name
 
     def space(self, digest: bytes) -> Space:
         """An open namespace. Raises ``NamespaceUnknown``, ``InvalidArgument``."""

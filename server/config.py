@@ -164,6 +164,8 @@ class Config(BaseSettings):
     policy: Policy = "unit"
     tenant_bytes: ByteSize = ByteSize(0)
     tenant_quotas: Annotated[dict[str, ByteSize], NoDecode, BeforeValidator(_read_map)] = {}
+    tenant_namespaces: int = 4096
+    tenant_block_sizes: int = 8
     admit: Admit = "always"
     codec: CodecName = "raw"
     payloads: PayloadKind = "lmdb"

@@ -43,6 +43,8 @@ COUNTERS = {
     "write_failures": "Batches that could not be written",
     "lost_payloads": "Payloads that the catalogue names and that were gone",
     "catalog_skipped": "Damaged records that the catalogue skipped",
+    "clock_steps": "How often the wall clock was set by more than a second",
+    "retired_namespaces": "Namespaces that held nothing and were given up",
     "expired_leases": "Leases that ended by the clock",
     "loads": "Loads begun",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -12,10 +13,12 @@ from kvstore.survey import NamespaceSurvey, Survey, UnitSurvey
 from kvstore.trail import Trail
 from server.faults import Fault
 from server.history import Sample
-from server.holdings import kinds_of
+from server.holdings import clip, kinds_of
 from server.tally import Miss, TenantTally, Worth
 
 TOP_UNITS = 10
+TOP_NAMESPACES = 200  # the largest: a report stays below the limit of a message, whatever others do
+TOP_TENANTS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +131,10 @@ def tiers_of(status: Status) -> list[TierReport]:
 
 
 def tenants_of(tenants: dict[str, TenantTally], worth: Worth) -> list[TenantReport]:
-    """Those who asked for most first."""
+    """Those who asked for most, first."""
     found = [
         TenantReport(
-            tenant=name,
+            tenant=clip(name),
             matches=tally.matches.total(),
             matched_tokens=tally.matched_tokens.total(),
             hit_tokens=tally.hit_tokens.total(),
@@ -145,7 +148,7 @@ def tenants_of(tenants: dict[str, TenantTally], worth: Worth) -> list[TenantRepo
         )
         for name, tally in tenants.items()
     ]
-    return sorted(found, key=lambda each: -(each.matched_tokens + each.miss_tokens))
+    return sorted(found, key=lambda each: -(each.matched_tokens + each.miss_tokens))[:TOP_TENANTS]
 
 
 def misses_of(tenants: dict[str, TenantTally]) -> list[MissReport]:
@@ -159,14 +162,15 @@ def misses_of(tenants: dict[str, TenantTally]) -> list[MissReport]:
 
 
 def namespaces_of(survey: Survey) -> list[NamespaceReport]:
-    """The largest on disk first."""
-    return [_namespace(each) for each in sorted(survey.namespaces, key=lambda each: -each.disk_bytes)]
+    """The largest on disk, first."""
+    largest = heapq.nlargest(TOP_NAMESPACES, survey.namespaces, key=lambda each: each.disk_bytes)
+    return [_namespace(each) for each in largest]
 
 
 def _namespace(found: NamespaceSurvey) -> NamespaceReport:
     return NamespaceReport(
-        tenant=found.namespace.tenant,
-        model=found.namespace.model,
+        tenant=clip(found.namespace.tenant),
+        model=clip(found.namespace.model),
         digest=found.digest[:6].hex(),
         blocks=found.blocks,
         host_blocks=found.host_blocks,
@@ -180,8 +184,8 @@ def unit_report(unit: UnitSurvey) -> UnitReport:
     """A unit in its JSON form."""
     return UnitReport(
         hash=unit.hash[:6].hex(),
-        tenant=unit.namespace.tenant,
-        model=unit.namespace.model,
+        tenant=clip(unit.namespace.tenant),
+        model=clip(unit.namespace.model),
         kinds=kinds_of(unit.kinds),
         tokens=unit.tokens,
         nbytes=unit.nbytes,

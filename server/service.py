@@ -107,7 +107,9 @@ class KVStoreService:
     async def OpenNamespace(
         self, request: pb.OpenNamespaceRequest, context: Context
     ) -> pb.OpenNamespaceResponse:
-        digest = await self._store.open_namespace(self._access.require(wire.namespace_of(request)))
+        digest = await self._store.open_namespace(
+            self._access.require(wire.namespace_of(request)), self._access.opener
+        )
         return pb.OpenNamespaceResponse(digest=digest)
 
     @answered

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 import typer
 
 from kvstore import wire
-from kvstore.errors import InvalidArgument, Unauthenticated, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from kvstore.identity import Identity
 from kvstore.namespace import Namespace
 from kvstore.transport import Transport
@@ -83,10 +83,12 @@ class Operator:
     def _ask(self, verb: Callable[..., Any], request: Any, seconds: float = ANSWER_SECONDS) -> Any:
         try:
             return self._transport.call(verb, request, seconds)
-        except (Unauthenticated, wire.NotUnderstood):
-            raise
-        except Unavailable as error:
+        except (wire.Unreachable, wire.NotAsked) as error:
             raise Unavailable(f"no daemon answers at {self._url} ({error}); is it running?") from None
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"the daemon at {self._url} did not answer within {seconds:g} s: it is stopped, or busy"
+            ) from None
 
     def report(self) -> dict[str, Any]:
         """The daemon's report as ``server.report.Report`` has it."""
@@ -106,16 +108,26 @@ class Operator:
 
     def namespaces(self) -> list[Opened]:
         """The open namespaces."""
-        answer = self._ask(self._stub.Namespaces, pb.NamespacesRequest())
-        found = [_opened(each) for each in answer.namespaces]
-        known = [each for each in found if each is not None]
-        if len(known) < len(found):
+        found: dict[bytes, Opened] = {}
+        newer = after = 0
+        while True:
+            answer = self._ask(self._stub.Namespaces, pb.NamespacesRequest(after=after))
+            for each in answer.namespaces:
+                opened = _opened(each)
+                if opened is None:
+                    newer += 1
+                else:
+                    found[each.digest] = opened
+            if answer.next <= after:  # the last, or a daemon that gives all at once
+                break
+            after = answer.next
+        if newer:
             typer.echo(
-                f"latentkv: {len(found) - len(known)} namespaces are left out, for they are of a release"
-                " newer than this command's; upgrade it",
+                f"latentkv: {newer} namespaces are left out, for they are of a release newer than this"
+                " command's; upgrade it",
                 err=True,
             )
-        return known
+        return list(found.values())
 
     def trail(self, namespace: bytes, hashes: Sequence[bytes], tokens: int, align: int) -> dict[str, Any]:
         """A prompt's way through the index, as ``server.report.trail_report`` has it."""
@@ -141,9 +153,12 @@ class Operator:
 
     def pins(self, tenant: str | None) -> list[dict[str, Any]]:
         """All pins, each a ``server.holdings.PinHeld``."""
-        answer = self._ask(self._stub.Pins, pb.PinsRequest(tenant=tenant))
-        pins: list[dict[str, Any]] = _read(answer.pins_json)
-        return pins
+        found: dict[str, dict[str, Any]] = {}
+        while True:
+            answer = self._ask(self._stub.Pins, pb.PinsRequest(tenant=tenant, first=len(found)))
+            found |= {pin["handle"]: pin for pin in _read(answer.pins_json)}
+            if not answer.more:
+                return list(found.values())
 
     def pin(self, seconds: float, *, unit: str = "", handle: str = "") -> dict[str, Any]:
         """Pin a unit, or extend a pin; a ``server.holdings.PinHeld``."""

@@ -9,10 +9,12 @@ import typer
 
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.showing import escaped
+from kvstore.wire import DaemonFailed
 
 NO = 1  # the answer is no: not ready, faults found
 WRONG = 2  # a wrong argument or setting, or something in the way
 AWAY = 3  # the daemon did not answer
+BROKEN = 4  # the daemon failed at it, by a fault of its own
 
 
 @contextlib.contextmanager
@@ -20,6 +22,8 @@ def one_line() -> Iterator[None]:
     """Turn what a command may raise into one line on stderr and an exit code."""
     try:
         yield
+    except DaemonFailed as error:
+        fail(str(error), BROKEN)
     except Unavailable as error:
         fail(str(error), AWAY)
     except KVStoreError as error:

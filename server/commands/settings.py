@@ -28,6 +28,8 @@ HELP = {
     "policy": "What can be hit: unit or block. (unit)",
     "tenant_bytes": "Disk that one tenant may fill; 0 is all. (0)",
     "tenant_quotas": 'The same by tenant, as JSON: {"acme": "100GiB"}. (none)',
+    "tenant_namespaces": "Namespaces that a tenant, or a caller, may have in use. (4096)",
+    "tenant_block_sizes": "And of how many sizes of blocks. (8)",
     "admit": "What goes to disk: always, or second: what was seen before. (always)",
     "codec": "How blocks are written: raw or zstd. (raw)",
     "payloads": "Where blocks lie: lmdb, or slab for heavy writing. (lmdb)",
