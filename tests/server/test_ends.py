@@ -26,6 +26,7 @@ from server.commands.serve import run_daemon
 from server.config import load
 from server.lifecycle import Daemon
 from tests.server.conftest import DEADLINE, ROOT_DIR, Fleet, document, start
+from tests.server.test_failures import until
 
 Flags = Callable[..., list[str]]
 
@@ -238,7 +239,7 @@ def test_of_many_that_start_at_once_one_gets_the_address_and_serves(fleet: Fleet
             each.communicate()
 
 
-@pytest.mark.parametrize("name", ["a%41.sock", "a b.sock", "a?b#c.sock", "%", "ü.sock", "a\udcff.sock"])
+@pytest.mark.parametrize("name", ["a%41 b?c#d.sock", "ü\udcff%.sock"])
 def test_a_socket_may_have_any_name(name: str, fleet: Fleet, flags: Flags) -> None:
     directory = Path(flags()[1]).parent
     path = f"{directory}/{name}"
@@ -255,21 +256,15 @@ def test_a_socket_may_have_any_name(name: str, fleet: Fleet, flags: Flags) -> No
 # --- standard output and error
 
 
-@pytest.mark.parametrize("streams", ["stdout", "stderr", "both", "closed"])
+@pytest.mark.parametrize("streams", ["full", "closed"])
 def test_output_that_cannot_be_written_stops_nothing(streams: str, fleet: Fleet, flags: Flags) -> None:
     given = flags()
-    redirected = {
-        "stdout": ">/dev/full 2>/dev/null",
-        "stderr": ">/dev/null 2>/dev/full",
-        "both": ">/dev/full 2>/dev/full",
-        "closed": "<&- >&- 2>&-",
-    }[streams]
+    redirected = {"full": ">/dev/full 2>/dev/full", "closed": "<&- >&- 2>&-"}[streams]
     socket = Path(given[3].removeprefix("unix://"))
     words = " ".join([sys.executable, "-m", "server", "serve", *given])
     process = subprocess.Popen(["sh", "-c", f"exec {words} {redirected}"], cwd=ROOT_DIR)
     try:
-        while not socket.exists():
-            assert process.poll() is None
+        until(lambda: socket.exists() or process.poll() is not None)
         client = fleet.connect(f"unix://{socket}")
         doc = document(client, 20)
         doc.store(client, durable=False)
@@ -283,9 +278,7 @@ def test_output_that_cannot_be_written_stops_nothing(streams: str, fleet: Fleet,
     assert "20 blocks" in fleet.daemon(*given).ready
 
 
-@pytest.mark.parametrize(
-    "words", ["--version", "config show --data /d", "config show --data /d --json", "--help"]
-)
+@pytest.mark.parametrize("words", ["--version", "config show --data /d"])
 def test_a_command_whose_output_cannot_be_written_says_so_in_one_line(words: str) -> None:
     ran = subprocess.run(
         ["sh", "-c", f"exec {sys.executable} -m server {words} >/dev/full"],
