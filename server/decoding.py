@@ -150,7 +150,7 @@ class Requests:
         else:
             data = await self._soon()
         self._begun = True
-        if data is grpc.aio.EOF:
+        if not isinstance(data, bytes):  # gRPC's mark of the end
             raise StopAsyncIteration
         return self._verb.decode(data)
 

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from kvstore.errors import LimitReached
 
 MAX_CALLS = 1024  # of one caller at once, with those that wait for durability and open streams
-PLACES = 64  # messages that come in at once, for one caller; each may be of 8 MiB
+PLACES = 32  # messages that come in at once, for one caller; each may be of 8 MiB
 PATIENCE = 1.0  # seconds for a peer when others wait
 
 

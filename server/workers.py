@@ -8,7 +8,6 @@ another caller names another worker, or none.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,8 +74,9 @@ class _Share:
 
     def leases(self) -> int:
         """How many leases its workers hold."""
-        holders = itertools.chain(self.local.values(), self.remote.values())
-        return sum(len(each.holder.leases) for each in holders)
+        holders = [each.holder for each in self.local.values()]
+        holders += [each.holder for each in self.remote.values()]
+        return sum(len(holder.leases) for holder in holders)
 
 
 class WorkerTable:

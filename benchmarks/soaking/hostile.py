@@ -77,7 +77,7 @@ def _calls(
 ) -> Outcome:
     options = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(_target(victim), options=options) as channel:
-        call = channel.unary_unary(f"/{service}/{verb}")
+        call = channel.unary_unary(f"/{service}/{verb}", None, None)
         running = [call.future(each, timeout=SECONDS, compression=compression) for each in messages]
         return Counter(each.code().name for each in running)
 
@@ -141,7 +141,11 @@ def resets(victim: Victim, count: int = 2000) -> Outcome:
 def greeted(victim: Victim) -> socket.socket:
     """A connection on which HTTP/2 has begun."""
     connection = connected(victim)
-    connection.sendall(_PREFACE + frame(_SETTINGS, 0, 0) + frame(_SETTINGS, _ACK, 0))
+    try:
+        connection.sendall(_PREFACE + frame(_SETTINGS, 0, 0) + frame(_SETTINGS, _ACK, 0))
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 

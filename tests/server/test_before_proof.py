@@ -149,7 +149,7 @@ BLOATED = {
 }
 
 
-@pytest.mark.parametrize("name", BLOATED)
+@pytest.mark.parametrize("name", BLOATED, ids=lambda name: name.replace(" ", "_"))
 def test_a_message_is_counted_before_it_becomes_objects(house: House, name: str) -> None:
     verb, messages = BLOATED[name]
     before = house.most_memory()
@@ -159,24 +159,19 @@ def test_a_message_is_counted_before_it_becomes_objects(house: House, name: str)
     assert house.most_memory() - before < 64 * MIB
 
 
-def test_many_large_messages_at_once_become_objects_one_after_another(house: House) -> None:
+def test_many_messages_at_once_become_objects_one_after_another(house: House) -> None:
     before = house.most_memory()
-    many = 24
-    with grpc.insecure_channel(
-        house.daemon.url.replace("unix://", "unix:"), [("grpc.max_send_message_length", -1)]
-    ) as channel:
-        call = channel.unary_unary(f"/{wire.SERVICE}/Commit")
-        # As many marks as a commit may have, all in order: only what they say is wrong.
-        body = pb.CommitRequest(
-            worker=WORKER, lease=1, units=[pb.UnitMark(hash=bytes(32), kinds=8)] * wire.MAX_HASHES
-        ).SerializeToString()
-        running = [call.future(body, timeout=DEADLINE, metadata=house.proof("search")) for _ in range(many)]
-        assert {each.code() for each in running} <= {
-            grpc.StatusCode.INVALID_ARGUMENT,
-            grpc.StatusCode.NOT_FOUND,
-        }
-    # What was sent is held once; parsed it is five times as much, of a few at a time.
-    assert house.most_memory() - before < 2 * many * len(body)
+    # As many marks as a commit may have, of four bytes each, which are refused for what they say.
+    marks = [pb.UnitMark(kinds=8)] * wire.MAX_HASHES
+    body = pb.CommitRequest(worker=WORKER, lease=1, units=marks).SerializeToString()
+    call = house.channel.unary_unary(f"/{wire.SERVICE}/Commit", None, None)
+    running = [call.future(body, timeout=DEADLINE, metadata=house.proof("search")) for _ in range(24)]
+    assert {each.code() for each in running} <= {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+    }
+    # One takes some ten MiB; all together would take a few hundred.
+    assert house.most_memory() - before < 96 * MIB
 
 
 def test_compressed_messages_are_refused_and_never_unpacked(house: House) -> None:
@@ -386,8 +381,11 @@ def test_connections_leave_the_daemon_its_descriptors(
     monkeypatch.setattr(sys, "executable", str(limited))
     with opened(tmp_path) as house, contextlib.ExitStack() as held:
         assert house.works()
-        silent = [held.enter_context(hostile.greeted(house.victim)) for _ in range(400)]
-        assert all(hung_up(each) for each in silent[-100:])
+        silent = []
+        for _ in range(400):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # hung up on before it greeted
+                silent.append(held.enter_context(hostile.greeted(house.victim)))
+        assert sum(not hung_up(each) for each in silent) <= 256 // 2
         # Who is connected goes on, and what needs descriptors of its own has them.
         assert house.works()
         client = kvstore.connect(house.daemon.url, timeout=DEADLINE, identity=Identity(house.tokens["chat"]))
