@@ -50,7 +50,7 @@ def address(listen: str | None, data: str | None) -> str:
 
 
 class Answer(dict[str, Any]):
-    """An object of a daemon's answer. What it lacks is of a newer release; what nobody reads is left alone."""
+    """An object of a daemon's answer. What it lacks is of a newer release; what nobody reads may be new."""
 
     def __missing__(self, name: str) -> Any:
         raise wire.NotUnderstood(

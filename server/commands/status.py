@@ -77,7 +77,7 @@ def _shown(report: Report, before: Report | None) -> Group:
 
 def _headline(report: Report) -> Text:
     modes = {"ok": "ready", "host_only": "disk cannot be written"}
-    state = modes.get(report["mode"], report["mode"])  # a newer daemon may have others
+    state = modes.get(report["mode"], str(report["mode"]))  # a newer daemon may have others
     style = "green" if state == "ready" else "bold red"
     text = Text(f"latentkv {report['release']} at {report['address']}: ")
     text.append(state, style)
