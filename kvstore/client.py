@@ -129,7 +129,8 @@ class Client:
         """See ``KVStore.load``."""
         block_bytes = self._block_bytes_of(namespace)
 
-        wanted = Wanted(first, len(hashes), block_bytes, timeout, self._transport.timeout)
+        end_timeout = min(timeout, self._transport.timeout)
+        wanted = Wanted(first, len(hashes), block_bytes, timeout, end_timeout)
 
         def start(mapping: Mapping | None) -> BlockLoad:
             identity = self._attachment.identity(mapping)
@@ -147,7 +148,7 @@ class Client:
         return load
 
     def _start_load(self, mapping: Mapping | None, request: pb.LoadRequest, wanted: Wanted) -> BlockLoad:
-        call = LoadCall(request, self._transport.open_load, self._transport.breaker.doubt)
+        call = LoadCall(request, self._transport.open_load, self._transport.breaker)
         timeout = min(wanted.timeout, self._transport.timeout)
         try:
             lease = call.receive_lease(timeout)

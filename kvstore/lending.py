@@ -30,7 +30,7 @@ class Lent:
         array: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         if readonly:
             array.flags.writeable = False
-        self.view = memoryview(array)
+        self.view = array.data
         self.ended = False
         self._below = weakref.ref(array)
 

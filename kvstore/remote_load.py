@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import xxhash
 
+from kvstore.breaker import CircuitBreaker
 from kvstore.delivery import BlockLoad
 from kvstore.errors import CorruptBlock, DeadlineExceeded, KVStoreError
 from kvstore.lending import Lent, when_unseen
@@ -38,10 +39,10 @@ class LoadCall:
         self,
         start: pb.LoadRequest,
         open_call: Callable[[Iterator[pb.LoadRequest]], Any],
-        on_silence: Callable[[], None],
+        breaker: CircuitBreaker,
     ) -> None:
-        """``on_silence`` is called when a wait ran into its deadline."""
-        self._on_silence = on_silence
+        """``breaker`` learns of a wait that ran into its deadline."""
+        self._breaker = breaker
         self._requests: queue.SimpleQueue[pb.LoadRequest | None] = queue.SimpleQueue()
         self._responses: queue.Queue[pb.LoadResponse | KVStoreError | None] = queue.Queue(_QUEUED)
         self._ended = False  # the reader has put its last item and it was taken
@@ -64,7 +65,7 @@ class LoadCall:
         try:
             return self._take(max(timeout, 0.0))
         except queue.Empty:
-            self._on_silence()
+            self._breaker.doubt()
             raise DeadlineExceeded(f"no block came within {timeout:.1f} s; go on without it") from None
 
     def _take(self, timeout: float) -> pb.LoadResponse | None:
@@ -97,8 +98,13 @@ class LoadCall:
         self._requests.put(request)
 
     def finish(self, timeout: float) -> None:
-        """Say that nothing is held any more, and wait for the daemon to know. Raises like ``receive``."""
+        """Say that nothing is held any more, and wait for the daemon to know. Raises like ``receive``.
+
+        A daemon that does not answer anyway is not waited for.
+        """
         self._requests.put(None)
+        if self._breaker.refuses():
+            raise Unheard("the daemon does not answer, and so is not waited for")
         deadline = time.monotonic() + timeout
         while self.receive(deadline - time.monotonic()) is not None:
             pass

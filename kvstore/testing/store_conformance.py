@@ -9,28 +9,20 @@ One store serves all tests of a class, each in a namespace of its own. Needs pyt
 
 from __future__ import annotations
 
-import os
 import threading
-import traceback
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
 
-import numpy as np
 import pytest
 
-from kvstore.api import KVStore, MissReason, ReserveState
+from kvstore.api import MissReason, ReserveState
 from kvstore.errors import (
-    Forked,
     LeaseUnknown,
     NamespaceMismatch,
     NotReserved,
     ParentMissing,
-    StillWritten,
     TicketUnknown,
-    Unavailable,
 )
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import DType, LatentLayout, Strip
@@ -41,26 +33,18 @@ from kvstore.testing.chains import (
     Conversation,
     content,
     end_of,
-    eventually,
     hit,
     load_chain,
     store_chain,
     tokens,
 )
+from kvstore.testing.closed_conformance import ClosedStoreConformance as ClosedStoreConformance
 from kvstore.testing.subjects import HOST_BYTES, Subject
+from kvstore.testing.view_conformance import Arrive, ViewConformance
 from kvstore.testing.wrong_calls import STRANGE, WRONG_CALLS, World
 from kvstore.units import plan_output
 
 A, B, C, D = (tokens(seed, 100) for seed in range(4))
-
-Arrive = Callable[..., Conversation]
-
-# What keeps a block in sight though its view has ended.
-LOOKS: dict[str, Callable[[memoryview], Any]] = {
-    "array": lambda view: np.frombuffer(view, np.uint8),
-    "part": lambda view: view[16:64],
-    "cast": lambda view: view.cast("B"),
-}
 
 DIFFERENT = Namespace(layout=replace(SMALL, strips=(Strip("index", 2),)), model="m", revision="r")
 VARIANTS: dict[str, Namespace] = {
@@ -252,7 +236,7 @@ class ChainConformance:
         assert loaded == [8] * 6
 
 
-class StoreConformance(ChainConformance):
+class StoreConformance(ChainConformance, ViewConformance):
     """All tests of one kind of store."""
 
     @pytest.fixture
@@ -290,122 +274,6 @@ class StoreConformance(ChainConformance):
         one, two = (block_hashes(worker.namespace, A[:640], extra={4: image}) for image in (b"1", b"2"))
         assert store_chain(worker.store, worker.namespace, one)
         assert worker.store.match(worker.namespace, two, 641).stored_blocks == 4
-
-    # --- views
-
-    def test_a_loaded_view_is_dead_after_its_step(self, arrive: Arrive) -> None:
-        worker = arrive()
-        hashes = block_hashes(worker.namespace, A[: 64 * 30])
-        store_chain(worker.store, worker.namespace, hashes)
-        views = []
-        with worker.store.load(worker.namespace, hashes) as load:
-            for batch in load:
-                for view in views:
-                    with pytest.raises(ValueError, match="released"):
-                        view[0]
-                views += [block.data for block in batch]
-        for view in views:
-            with pytest.raises(ValueError, match="released"):
-                bytes(view)
-
-    @pytest.mark.parametrize("look", LOOKS)
-    def test_what_still_looks_at_a_loaded_block_sees_no_other(self, arrive: Arrive, look: str) -> None:
-        worker = arrive()
-        hashes = block_hashes(worker.namespace, A[: 64 * 8])
-        store_chain(worker.store, worker.namespace, hashes)
-        with worker.store.load(worker.namespace, hashes) as load:
-            kept = [LOOKS[look](block.data) for batch in load for block in batch]
-        # As much again as the arena has, several times: whatever is free is used.
-        for seed in range(3):
-            other = block_hashes(worker.namespace, tokens(700 + seed, 80))
-            assert store_chain(worker.store, worker.namespace, other)
-        for block, seen in zip(hashes, kept, strict=True):
-            assert bytes(seen) in content(block, SMALL.block_bytes)
-        leases = worker.store.status().leases
-        del kept, seen
-        eventually(lambda: worker.store.status().leases < leases or leases == 0)
-        assert load_chain(worker.store, worker.namespace, hashes) == 8
-
-    def test_a_view_to_fill_is_dead_after_the_commit(self, arrive: Arrive) -> None:
-        worker = arrive()
-        hashes = block_hashes(worker.namespace, A[:256])
-        answer = worker.store.reserve(worker.namespace, ROOT, hashes)
-        views = [block.data for block in answer.blocks]
-        for block, view in zip(hashes, views, strict=True):
-            assert view is not None
-            view[:] = content(block, SMALL.block_bytes)
-        worker.store.commit(answer.lease, hashes[:3], end_of(hashes[:3]))
-        for view in views[:3]:
-            with pytest.raises(ValueError, match="released"):
-                view[:] = bytes(SMALL.block_bytes)  # type: ignore[index]
-        assert views[3] is not None
-        assert len(views[3]) == SMALL.block_bytes
-        worker.store.release(answer.lease)
-        with pytest.raises(ValueError, match="released"):
-            views[3][:] = bytes(SMALL.block_bytes)
-        assert load_chain(worker.store, worker.namespace, hashes) == 3
-
-    @pytest.mark.parametrize("look", LOOKS)
-    def test_what_can_still_be_written_is_not_stored(self, arrive: Arrive, look: str) -> None:
-        worker = arrive()
-        hashes = block_hashes(worker.namespace, A[:128])
-        answer = worker.store.reserve(worker.namespace, ROOT, hashes)
-        for block in answer.blocks:
-            assert block.data is not None
-            block.data[:] = content(block.hash, SMALL.block_bytes)
-        data = answer.blocks[0].data
-        assert data is not None
-        kept = LOOKS[look](data)
-        with pytest.raises(StillWritten, match="drop"):
-            worker.store.commit(answer.lease, hashes)
-        assert worker.store.match(worker.namespace, hashes, 129).stored_blocks == 0
-        kept[0] = 0 if kept[0] else 1
-        del kept
-        again = worker.store.reserve(worker.namespace, ROOT, hashes, lease=answer.lease)
-        assert [block.state for block in again.blocks] == [ReserveState.FILL] * 2
-        for block in again.blocks:
-            assert block.data is not None
-            block.data[:] = content(block.hash, SMALL.block_bytes)
-        del data
-        worker.store.commit(answer.lease, hashes)
-        worker.store.release(answer.lease)
-        assert load_chain(worker.store, worker.namespace, hashes) == 2
-
-    @pytest.mark.parametrize("look", LOOKS)
-    def test_what_still_writes_after_a_release_writes_into_no_other_block(
-        self, arrive: Arrive, look: str
-    ) -> None:
-        worker = arrive()
-        hashes = block_hashes(worker.namespace, A[: 64 * 4])
-        answer = worker.store.reserve(worker.namespace, ROOT, hashes)
-        kept = [LOOKS[look](block.data) for block in answer.blocks if block.data is not None]
-        worker.store.release(answer.lease)
-        other = block_hashes(worker.namespace, tokens(750, 80))
-        assert store_chain(worker.store, worker.namespace, other)
-        for one in kept:
-            one[0] ^= 255
-        assert load_chain(worker.store, worker.namespace, other) == 80
-        leases = worker.store.status().leases
-        del kept, one
-        eventually(lambda: worker.store.status().leases < leases or leases == 0)
-
-    # --- what is dropped
-
-    def test_loads_that_are_dropped_leave_no_thread_and_no_slot(self, arrive: Arrive) -> None:
-        worker = arrive()
-        hashes = block_hashes(worker.namespace, A[: 64 * 60])
-        store_chain(worker.store, worker.namespace, hashes)
-        assert load_chain(worker.store, worker.namespace, hashes) == 60  # what lives as long as the client
-        leases, threads = worker.store.status().leases, threading.active_count()
-        for batches in (0, 1):
-            for _ in range(5):
-                steps = iter(worker.store.load(worker.namespace, hashes))
-                for _ in range(batches):
-                    assert next(steps)
-                del steps
-        eventually(lambda: worker.store.status().leases == leases)
-        eventually(lambda: threading.active_count() <= threads)
-        assert load_chain(worker.store, worker.namespace, hashes) == 60
 
     # --- wrong calls
 
@@ -452,143 +320,3 @@ class StoreConformance(ChainConformance):
         assert again.namespace == worker.namespace
         assert load_chain(store, again.namespace, hashes) == 0
         assert store.status().leases == 0
-
-
-class ClosedStoreConformance:
-    """What a store must do once it is closed; apart, for it ends the store. ``open`` as above."""
-
-    def open(self, path: Path) -> Subject:
-        """The store under test."""
-        raise NotImplementedError
-
-    def test_a_closed_store_is_a_miss_and_refuses_the_rest(self, tmp_path: Path) -> None:
-        subject = self.open(tmp_path)
-        store, world = subject.store, World.make(subject.store, "closed")
-        store.close()
-        store.close()
-        assert store.match(world.namespace, world.hashes, 512).reason is MissReason.UNAVAILABLE
-        with store.load(world.namespace, world.hashes, first=2) as load:
-            assert list(load) == []
-            assert load.short == 2
-        refused: tuple[Callable[[], object], ...] = (
-            lambda: world.reserve(ROOT, world.hashes),
-            lambda: store.durable(1),
-            lambda: store.status(),
-            lambda: store.open_namespace(Namespace(layout=SMALL)),
-        )
-        for use in refused:
-            with pytest.raises(Unavailable, match="closed"):
-                use()
-        with pytest.raises((Unavailable, LeaseUnknown)):
-            world.commit(world.hashes[4:])
-        store.release(world.lease)
-        subject.close()
-
-    def test_what_is_left_ends_with_the_store(self, tmp_path: Path) -> None:
-        subject = self.open(tmp_path)
-        store, threads = subject.store, threading.active_count()
-        world = World.make(store, "left")
-        answer = store.reserve(world.namespace, ROOT, [STRANGE])
-        loads = [store.load(world.namespace, world.hashes[:4]) for _ in range(3)]
-        steps = [iter(load) for load in loads]
-        firsts = [next(step) for step in steps[:2]]
-        loaded = [block.data for first in firsts for block in first]
-        store.close()
-        for view in (answer.blocks[0].data, *loaded):
-            assert view is not None
-            with pytest.raises(ValueError, match="released"):
-                view[0]
-        assert [list(step) for step in steps] == [[], [], []]
-        assert [load.short for load in loads] == [*map(len, firsts), 0]
-        eventually(lambda: threading.active_count() <= threads)
-        subject.restart()
-        assert subject.store.status().leases == 0
-        subject.close()
-
-    def test_a_store_that_is_dropped_ends(self, tmp_path: Path) -> None:
-        subject = self.open(tmp_path)
-        closed = subject.store
-        closed.close()
-        before = threading.active_count()
-        subject.restart()
-        namespace = subject.store.open_namespace(Namespace(layout=SMALL))
-        hashes = block_hashes(namespace, A[:640])
-        assert store_chain(subject.store, namespace, hashes)
-        steps = iter(subject.store.load(namespace, hashes))
-        assert next(steps)
-        dropped = weakref.ref(subject.store)
-        del steps
-        subject.store = closed
-        eventually(lambda: dropped() is None and threading.active_count() <= before)
-        subject.restart()
-        assert subject.store.status().leases == 0
-        subject.close()
-
-    @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-    def test_a_forked_child_is_told_so_at_once_and_takes_nothing_along(self, tmp_path: Path) -> None:
-        subject = self.open(tmp_path)
-        store, world = subject.store, World.make(subject.store, "forked")
-        load = store.load(world.namespace, world.hashes[:4])
-        steps = iter(load)
-        assert next(steps)
-        child = os.fork()
-        if not child:
-            _child(lambda: _in_child(store, world, list(steps)))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        # The parent goes on, as if there had been no child.
-        load.__exit__(None, None, None)
-        store.commit(world.lease, world.hashes[4:], end_of(world.hashes))
-        store.release(world.lease)
-        assert load_chain(store, world.namespace, world.hashes) == 8
-        subject.close()
-
-    @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-    def test_a_child_that_lives_keeps_nothing_of_its_parents(self, tmp_path: Path) -> None:
-        subject = self.open(tmp_path)
-        world = World.make(subject.store, "outlived")
-        end, lives = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(lives)
-            _child(lambda: os.read(end, 1) == b"")
-        try:
-            subject.store.release(world.lease)
-            subject.restart()  # the directory is its parent's alone
-            assert subject.store.open_namespace(Namespace(layout=SMALL, salt="outlived")) == world.namespace
-            assert load_chain(subject.store, world.namespace, world.hashes[:4]) == 4
-            assert subject.store.status().leases == 0
-        finally:
-            os.close(lives)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        os.close(end)
-        subject.close()
-
-
-def _child(works: Callable[[], bool]) -> NoReturn:
-    """End a forked child: 0 if what it does works."""
-    code = 1
-    try:
-        code = 0 if works() else 2
-    finally:
-        traceback.print_exc() if code == 1 else None
-        os._exit(code)
-
-
-def _in_child(store: KVStore, world: World, rest: list[object]) -> bool:
-    """Every verb, and the ends of what the parent holds."""
-    refused: tuple[Callable[[], object], ...] = (
-        lambda: world.reserve(ROOT, world.hashes),
-        lambda: world.commit(world.hashes[4:]),
-        lambda: store.release(world.lease),
-        lambda: store.durable(1),
-        lambda: store.status(),
-        lambda: store.open_namespace(Namespace(layout=SMALL)),
-    )
-    for use in refused:
-        with pytest.raises(Forked, match="fork"):
-            use()
-    missed = store.match(world.namespace, world.hashes, 512)
-    with store.load(world.namespace, world.hashes, first=2) as load:
-        came = list(load)
-    store.close()
-    return (missed.reason, came, load.short, rest) == (MissReason.UNAVAILABLE, [], 2, [])

@@ -42,7 +42,7 @@ def address(listen: str | None, data: str | None) -> str:
 
 
 class Answer(dict[str, Any]):
-    """An object of a daemon's answer. What it lacks is of a newer release; what nobody reads is ignored."""
+    """An object of a daemon's answer. What it lacks is of a newer release; what nobody reads may be new."""
 
     def __missing__(self, name: str) -> Any:
         raise wire.NotUnderstood(
