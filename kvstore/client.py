@@ -33,6 +33,7 @@ from kvstore.layout import BLOCK_TOKENS
 from kvstore.mapping import Mapping, open_mapping
 from kvstore.namespace import Namespace
 from kvstore.remote_load import ByteLoad, EndedLoad, LoadCall, MappedLoad, Wanted
+from kvstore.reopening import Opened, reopening
 from kvstore.transport import Transport
 from kvstore.units import UnitMark
 from kvstore.v1 import kvstore_pb2 as pb
@@ -63,6 +64,7 @@ class Client:
         # A token says who calls; the handover socket would say another, by our uid.
         self._handover = "" if identity.token else self._transport.address.path
         self._remote = WorkerId(secrets.token_bytes(wire.TOKEN_BYTES), mapped=False)
+        self.opened = Opened()
         self._lock = threading.Lock()  # over what follows, never held across I/O
         self._block_bytes: dict[bytes, int] = {}  # by namespace digest
         self._damaged = 0  # blocks whose bytes came with a wrong checksum
@@ -78,6 +80,7 @@ class Client:
         response = self._transport.call(self._transport.stub.OpenNamespace, request)
         with self._lock:
             self._block_bytes[response.digest] = namespace.layout.block_bytes
+        self.opened.note(response.digest, namespace)
         return bytes(response.digest)
 
     def _block_bytes_of(self, namespace: bytes) -> int:
@@ -88,6 +91,7 @@ class Client:
             )
         return nbytes
 
+    @reopening
     def match(
         self,
         namespace: bytes,
@@ -106,6 +110,7 @@ class Client:
             _log_unanswered("match", error)
             return Match(reason=MissReason.UNAVAILABLE)
 
+    @reopening
     def load(
         self,
         namespace: bytes,
@@ -145,6 +150,7 @@ class Client:
         with self._lock:
             self._damaged += 1
 
+    @reopening
     def reserve(
         self,
         namespace: bytes,

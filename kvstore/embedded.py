@@ -33,6 +33,7 @@ from kvstore.layout import BLOCK_TOKENS
 from kvstore.loading import LoadStream
 from kvstore.namespace import Namespace
 from kvstore.payloads import OpenPayloads
+from kvstore.reopening import Opened, reopening
 from kvstore.settings import StoreSettings
 from kvstore.store import Reserved, Store
 from kvstore.units import UnitMark
@@ -53,6 +54,7 @@ class Embedded:
         open_payloads: OpenPayloads | None = None,
         clock: Clock | None = None,
     ) -> None:
+        self.opened = Opened()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="latentkv-loop", daemon=True)
         self._thread.start()
@@ -96,8 +98,11 @@ class Embedded:
 
     def open_namespace(self, namespace: Namespace) -> bytes:
         """See ``KVStore.open_namespace``."""
-        return self._run(self._store.open_namespace(namespace))
+        digest = self._run(self._store.open_namespace(namespace))
+        self.opened.note(digest, namespace)
+        return digest
 
+    @reopening
     def match(
         self,
         namespace: bytes,
@@ -116,6 +121,7 @@ class Embedded:
             log.warning("event=match_unanswered reason=%s", error)
             return Match(reason=MissReason.UNAVAILABLE)
 
+    @reopening
     def load(
         self,
         namespace: bytes,
@@ -133,6 +139,7 @@ class Embedded:
             return EmbeddedLoad(self, None, first, timeout)
         return EmbeddedLoad(self, stream, first, timeout)
 
+    @reopening
     def reserve(
         self,
         namespace: bytes,

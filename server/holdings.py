@@ -10,7 +10,6 @@ from kvstore.pins import Pin
 from kvstore.survey import UnitSurvey
 from kvstore.units import UnitKind
 
-
 CLIP = 256  # characters of a name in a list
 
 
