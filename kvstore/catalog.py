@@ -20,11 +20,13 @@ from typing import Any, Self, TypeVar
 import lmdb
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 from kvstore.directory import directory_error
 from kvstore.errors import DataDirError, DiskError, FormatMismatch
+from kvstore.hashing import HASH_BYTES
 from kvstore.namespace import DIGEST_BYTES
-from kvstore.packed import BLOCK_DTYPE, UNIT_DTYPE, BlockRecord, UnitRecord, seal, sound, unseal
+from kvstore.packed import BLOCK_DTYPE, UNIT_DTYPE, BlockRecord, UnitRecord
 from kvstore.payloads.lmdb_file import LmdbDamaged, LmdbFile
 
 __all__ = ["BLOCK_DTYPE", "BlockRecord", "Catalog", "UnitRecord", "epoch_key"]
@@ -38,6 +40,7 @@ SECRET_BYTES = 32
 _SECTOR = 512  # bytes that a disk writes whole or not at all
 _RECORDS_A_TXN = 4096  # as many are in memory as objects
 _ID = struct.Struct("<I")
+_CHECK = struct.Struct("<Q")
 _LAST = b"last namespace"
 EPOCH = struct.Struct("<Q")
 Result = TypeVar("Result")
@@ -152,7 +155,7 @@ class Catalog:
             # Ids are never reused, so what outlives a namespace, damaged or dropped, cannot join another.
             self._last = max(self._last, int.from_bytes(key[: _ID.size], "little"))
             try:
-                body = unseal(key, value)
+                body = _unseal(key, value)
                 found.append((_ID.unpack(key)[0], body[DIGEST_BYTES:].decode(), body[:DIGEST_BYTES]))
             except (struct.error, ValueError):
                 self.skipped += 1
@@ -253,7 +256,7 @@ class Catalog:
             if not key.startswith(prefix):
                 return
             try:
-                yield key[len(prefix) :], unseal(key, value)
+                yield key[len(prefix) :], _unseal(key, value)
             except ValueError:
                 self.skipped += 1
                 yield key[len(prefix) :], None
@@ -273,7 +276,7 @@ class Catalog:
     def _records(self, db: Any, fields: np.dtype[np.void]) -> Iterator[NDArray[np.void]]:
         """The sound records of a database, in arrays of bounded length."""
         for pairs in self._chunks(db):
-            records = sound(pairs, fields)
+            records = _sound(pairs, fields)
             self.skipped += len(pairs) - len(records)
             yield records
 
@@ -353,4 +356,26 @@ def _mismatch(path: Path, found: str) -> str:
 
 
 def _put(txn: lmdb.Transaction, db: Any, key: bytes, body: bytes) -> None:
-    txn.put(key, seal(key, body), db=db)
+    txn.put(key, body + _CHECK.pack(xxh3_64_intdigest(key + body)), db=db)
+
+
+def _sound(pairs: Sequence[tuple[bytes, bytes]], fields: np.dtype[np.void]) -> NDArray[np.void]:
+    """Those pairs of key and value that are whole records and verify. At start there may be millions."""
+    sealed = np.dtype([("record", fields), ("check", "<u8")])
+    parts = list(chain.from_iterable(pairs))
+    rest = sealed.itemsize - HASH_BYTES
+    if not (set(map(len, parts[::2])) <= {HASH_BYTES} and set(map(len, parts[1::2])) <= {rest}):
+        whole = (pair for pair in pairs if len(pair[0]) == HASH_BYTES and len(pair[1]) == rest)
+        parts = list(chain.from_iterable(whole))
+    found = np.frombuffer(b"".join(parts), sealed)
+    bodies = found["record"].view(f"V{fields.itemsize}").tolist()
+    digests = np.fromiter(map(xxh3_64_intdigest, bodies), np.uint64, len(bodies))
+    sound: NDArray[np.void] = found["record"][digests == found["check"]]
+    return sound
+
+
+def _unseal(key: bytes, value: bytes) -> bytes:
+    body, check = value[: -_CHECK.size], value[-_CHECK.size :]
+    if check != _CHECK.pack(xxh3_64_intdigest(key + body)):
+        raise ValueError("checksum")
+    return body

@@ -38,6 +38,7 @@ from kvstore.lending import Fills, when_unseen
 from kvstore.mapping import Mapping
 from kvstore.namespace import Namespace
 from kvstore.remote_load import ByteLoad, LoadCall, MappedLoad, Wanted
+from kvstore.reopening import Opened, reopening
 from kvstore.transport import Transport
 from kvstore.units import UnitMark
 from kvstore.v1 import kvstore_pb2 as pb
@@ -73,6 +74,7 @@ class Client:
         # A token says who calls; the handover socket would say another, by our uid.
         handover = "" if identity.token else transport.address.path
         self._attachment = Attachment(transport, self._remote, handover=handover)
+        self.opened = Opened()
         self._lock = threading.Lock()  # over what follows, never held across I/O
         self._block_bytes: dict[bytes, int] = {}  # by namespace digest
         self._damaged = 0  # blocks whose bytes came with a wrong checksum
@@ -88,6 +90,7 @@ class Client:
         response = self._transport.call(self._transport.stub.OpenNamespace, request)
         with self._lock:
             self._block_bytes[response.digest] = namespace.layout.block_bytes
+        self.opened.note(response.digest, namespace)
         return bytes(response.digest)
 
     def _block_bytes_of(self, namespace: bytes) -> int:
@@ -98,6 +101,7 @@ class Client:
             )
         return nbytes
 
+    @reopening
     def match(
         self,
         namespace: bytes,
@@ -116,6 +120,7 @@ class Client:
             _log_unanswered("match", error)
             return Match(reason=MissReason.UNAVAILABLE)
 
+    @reopening
     def load(
         self,
         namespace: bytes,
@@ -164,6 +169,7 @@ class Client:
         with self._lock:
             self._damaged += 1
 
+    @reopening
     def reserve(
         self,
         namespace: bytes,

@@ -37,6 +37,7 @@ from kvstore.loading import LoadStream
 from kvstore.looping import CALL_SECONDS, LoopThread
 from kvstore.namespace import Namespace
 from kvstore.payloads import OpenPayloads
+from kvstore.reopening import Opened, reopening
 from kvstore.settings import StoreSettings
 from kvstore.store import Reserved, Store
 from kvstore.units import UnitMark
@@ -59,6 +60,7 @@ class Embedded:
         open_payloads: OpenPayloads | None = None,
         clock: Clock | None = None,
     ) -> None:
+        self.opened = Opened()
         self._loop = LoopThread()
         try:
             self._store = self._loop.run(Store.open(settings, open_payloads, clock=clock), None)
@@ -88,8 +90,11 @@ class Embedded:
 
     def open_namespace(self, namespace: Namespace) -> bytes:
         """See ``KVStore.open_namespace``."""
-        return self._run(self._store.open_namespace(namespace))
+        digest = self._run(self._store.open_namespace(namespace))
+        self.opened.note(digest, namespace)
+        return digest
 
+    @reopening
     def match(
         self,
         namespace: bytes,
@@ -112,6 +117,7 @@ class Embedded:
             log.warning("event=match_unanswered reason=%s", error)
             return Match(reason=MissReason.UNAVAILABLE)
 
+    @reopening
     def load(
         self,
         namespace: bytes,
@@ -139,6 +145,7 @@ class Embedded:
             load.close(wait=False)
         return load
 
+    @reopening
     def reserve(
         self,
         namespace: bytes,

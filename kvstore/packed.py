@@ -1,19 +1,14 @@
-"""The stored form of the catalogue's records: a key, packed fields, and a checksum of both."""
+"""The stored form of the catalogue's records: packed fields behind a key. The catalogue adds a checksum."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
 
 from kvstore.hashing import HASH_BYTES
 
-_CHECK = struct.Struct("<Q")
 _BLOCK = struct.Struct(f"<{HASH_BYTES}sIIQIQBQd")
 _UNIT = struct.Struct("<IIIddQ")
 BLOCK_DTYPE = np.dtype(
@@ -88,31 +83,3 @@ class UnitRecord:
     def pack(self) -> bytes:
         """The fields behind the hash, in their stored form."""
         return _UNIT.pack(self.namespace, self.tokens, self.kinds, self.created, self.used, self.hits)
-
-
-def seal(key: bytes, body: bytes) -> bytes:
-    """What is stored under ``key``."""
-    return body + _CHECK.pack(xxh3_64_intdigest(key + body))
-
-
-def sound(pairs: Sequence[tuple[bytes, bytes]], fields: np.dtype[np.void]) -> NDArray[np.void]:
-    """Those pairs of key and value that are whole records and verify. At start there may be millions."""
-    sealed = np.dtype([("record", fields), ("check", "<u8")])
-    parts = list(chain.from_iterable(pairs))
-    rest = sealed.itemsize - HASH_BYTES
-    if not (set(map(len, parts[::2])) <= {HASH_BYTES} and set(map(len, parts[1::2])) <= {rest}):
-        whole = (pair for pair in pairs if len(pair[0]) == HASH_BYTES and len(pair[1]) == rest)
-        parts = list(chain.from_iterable(whole))
-    found = np.frombuffer(b"".join(parts), sealed)
-    bodies = found["record"].view(f"V{fields.itemsize}").tolist()
-    digests = np.fromiter(map(xxh3_64_intdigest, bodies), np.uint64, len(bodies))
-    whole_ones: NDArray[np.void] = found["record"][digests == found["check"]]
-    return whole_ones
-
-
-def unseal(key: bytes, value: bytes) -> bytes:
-    """Inverse of ``seal``. Raises ``ValueError`` for what does not verify."""
-    body, check = value[: -_CHECK.size], value[-_CHECK.size :]
-    if check != _CHECK.pack(xxh3_64_intdigest(key + body)):
-        raise ValueError("checksum")
-    return body
