@@ -16,29 +16,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mla.errors import Unsupported
+
 
 def kv_b_weight(projection: nn.Module, rank: int, like: Tensor) -> Tensor:
     """Weight ``[H * (dn + dv), rank]`` of a bias-free projection.
 
     A plain ``nn.Linear`` gives its parameter; anything else (quantised, offloaded,
     wrapped by an adapter) is asked for its images of the unit vectors, made with the
-    dtype and device of ``like``.
+    dtype and device of ``like``. Raises ``Unsupported`` if it adds a bias, since each image
+    would hold it.
     """
-    if isinstance(projection, nn.Linear) and _is_plain(projection):
+    if isinstance(projection, nn.Linear) and is_plain(projection):
         return projection.weight
-    unit = torch.eye(rank, dtype=like.dtype, device=like.device)
+    unit = torch.eye(rank + 1, rank, dtype=like.dtype, device=like.device)  # the last row is zero
     image: Tensor = projection(unit)
-    return image.T
+    if bool(image[rank].any()):
+        raise Unsupported(
+            f"kv_b_proj ({type(projection).__qualname__}) adds a bias, which cannot be absorbed: merge or"
+            " drop it"
+        )
+    return image[:rank].T
 
 
-def _is_plain(projection: nn.Linear) -> bool:
-    # Offloading replaces `forward` on the instance and leaves the weight on "meta".
+def is_plain(projection: nn.Module) -> bool:
+    """Whether a module is an ``nn.Linear`` and nothing else, so that its weight says all of it."""
+    # Offloading replaces `forward` on the instance and leaves the weight on "meta"; quantising
+    # may put a tensor of another class in the weight's place.
     return (
         type(projection) is nn.Linear
         and "forward" not in vars(projection)
         and not projection._forward_hooks
         and not projection._forward_pre_hooks
-        and projection.weight.device.type != "meta"
+        and type(projection.weight) in (nn.Parameter, Tensor)
+        and not projection.weight.is_meta
     )
 
 
