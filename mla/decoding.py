@@ -44,8 +44,8 @@ def check_room(
     asked = f"a prompt of {prompt} tokens"
     if decoding.new_tokens:
         asked += f" and {decoding.new_tokens} new ones" + f" in {decoding.rows} rows" * (decoding.rows > 1)
-    positions = config.to_dict().get("max_position_embeddings")
-    if isinstance(positions, int) and decoding.cached(prompt) > positions:
+    positions = positions_of(config)
+    if positions is not None and decoding.cached(prompt) > positions:
         raise Unsupported(
             f"{asked}, but the model has {positions} positions (max_position_embeddings): shorten the prompt"
             " or pass a smaller max_new_tokens"
@@ -59,10 +59,23 @@ def check_room(
         )
 
 
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """How many positions a model has; None where its config does not say."""
+    positions = config.to_dict().get("max_position_embeddings")
+    return positions if isinstance(positions, int) else None
+
+
 def plan_decoding(
-    options: Mapping[str, Any], default: GenerationConfig, *, prompt: int, exact: bool
+    options: Mapping[str, Any],
+    default: GenerationConfig,
+    *,
+    prompt: int,
+    exact: bool,
+    positions: int | None = None,
 ) -> Decoding:
     """Check the options of a ``generate`` call for a prompt of ``prompt`` tokens.
+
+    ``positions`` is how many the model has: an answer of no stated length ends there.
 
     Raises ``Unsupported`` naming the one that is not right with a stored prefix, and
     ``InvalidArgument`` for values that mean nothing.
@@ -73,7 +86,7 @@ def plan_decoding(
     rows = max(_count(settings, name, 1) for name in ("num_beams", "num_return_sequences"))
     if exact and rows > 1:
         raise Unsupported(f"{rows} beams or answers in exact mode: its bits are those of batch size 1")
-    return Decoding(rows, _new_tokens(settings, prompt))
+    return Decoding(rows, _new_tokens(settings, prompt, positions))
 
 
 def _settings(options: Mapping[str, Any], default: GenerationConfig) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -128,6 +141,11 @@ def _refuse_unanswerable(settings: Mapping[str, Any], options: Mapping[str, Any]
         raise InvalidArgument("stop_strings without a tokenizer: pass tokenizer=... too")
 
 
+def _default_length(prompt: int, positions: int | None) -> int:
+    longest = prompt + _DEFAULT_NEW_TOKENS
+    return longest if positions is None else min(longest, positions)
+
+
 def _count(settings: Mapping[str, Any], name: str, default: int) -> int:
     value = settings.get(name)
     if value is None:
@@ -137,10 +155,10 @@ def _count(settings: Mapping[str, Any], name: str, default: int) -> int:
     return value
 
 
-def _new_tokens(settings: Mapping[str, Any], prompt: int) -> int:
+def _new_tokens(settings: Mapping[str, Any], prompt: int, positions: int | None) -> int:
     if settings.get("max_new_tokens") is not None:
         return _count(settings, "max_new_tokens", _DEFAULT_NEW_TOKENS)
-    longest = _count(settings, "max_length", prompt + _DEFAULT_NEW_TOKENS)
+    longest = _count(settings, "max_length", _default_length(prompt, positions))
     if longest <= prompt:
         raise InvalidArgument(
             f"max_length={longest} leaves no room after a prompt of {prompt} tokens: pass max_new_tokens"

@@ -32,6 +32,7 @@ _FAILURES = (
     LookupError,
     ArithmeticError,
 )
+_OF_HIDDEN = (".q_proj", ".q_a_proj", ".kv_a_proj_with_mqa")  # they take a token's hidden state
 _ADVICE = "load the model with plain weights, or quantise the weights only"
 
 
@@ -47,8 +48,8 @@ def check_projections(model: PreTrainedModel, attentions: Sequence[nn.Module]) -
             mla = cast(Any, attention)
             width = int(mla.qk_nope_head_dim) + int(mla.v_head_dim)
             _Trial(names[up], up, model).check_up_projection(int(mla.kv_lora_rank), width)
-    for module, width in _one_of_each_kind(model):
-        _Trial(names[module], module, model).check_rows(width)
+    for name, module, width in _one_of_each_kind(model):
+        _Trial(name, module, model).check_rows(width)
 
 
 def _refuse_meta(model: nn.Module) -> None:
@@ -67,16 +68,17 @@ def _refuse_dtype(name: str, module: nn.Module, dtype: torch.dtype) -> None:
         )
 
 
-def _one_of_each_kind(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+def _one_of_each_kind(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, int]]:
     # Modules that map rows of a known width, and are no plain nn.Linear.
     seen = set()
-    for module in model.modules():
-        width = vars(module).get("in_features")
+    for name, module in model.named_modules():
+        of_hidden = model.config.hidden_size if name.endswith(_OF_HIDDEN) else None
+        width = vars(module).get("in_features", of_hidden)
         weight = vars(module).get("_parameters", {}).get("weight")
         kind = (type(module), type(weight))
         if isinstance(width, int) and kind != (nn.Linear, nn.Parameter) and kind not in seen:
             seen.add(kind)
-            yield module, width
+            yield name, module, width
 
 
 class _Trial:

@@ -26,7 +26,7 @@ from kvstore.namespace import DIGEST_BYTES, Namespace
 from kvstore.units import plan_output, units_by_depth
 from mla.adapters.transformers import attach, cache_argument, decoder_of
 from mla.cache import LatentCache
-from mla.decoding import Decoding, check_room, plan_decoding
+from mla.decoding import Decoding, check_room, plan_decoding, positions_of
 from mla.entrance import check_state, check_unmoved
 from mla.fingerprint import weights_fingerprint
 from mla.guard import or_miss
@@ -135,7 +135,11 @@ class Session:
             self._check_model()
             tokens, options = read_prompt(input_ids, options, vocabulary_of(self._model))
             decoding = plan_decoding(
-                options, self._model.generation_config, prompt=len(tokens), exact=self._exact
+                options,
+                self._model.generation_config,
+                prompt=len(tokens),
+                exact=self._exact,
+                positions=positions_of(self._model.config),
             )
             check_room(decoding, len(tokens), self._model.config, self._info.max_tokens, self.pool)
             request = self._open(tokens)

@@ -1,4 +1,4 @@
-"""Every way of decoding an attached model: the unattached model's answer, or refused before it is computed."""
+"""Every way of decoding an attached model: the unattached one's answer, or refused before it is computed."""
 
 import copy
 import inspect
