@@ -30,12 +30,12 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 class Guard:
-    """Stands in front of the decoder of an attached model (a forward pre-hook)."""
+    """Stands in front of the decoder of an attached model; ``check`` is its forward pre-hook."""
 
     def __init__(self, before: str) -> None:
         self.before = before  # the attention implementation to go back to
 
-    def __call__(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def check(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raises ``Unsupported`` for a call that would not be answered right."""
         check_state(decoder)
         given = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | dict(kwargs)

@@ -3,7 +3,7 @@
 A plain ``nn.Linear`` says by its weight what it does. Anything else (quantised, parametrised,
 offloaded, wrapped, handmade) is tried with a few rows. Two things must hold. What a module
 makes of a token may depend on that token alone, or blocks would not be what their tokens
-say. And ``kv_b_proj`` must be linear, or it could not be absorbed into query and output.
+say. And ``kv_b_proj`` must be affine, or it could not be absorbed into query and output.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Trial:
             )
 
     def check_up_projection(self, rank: int, width: int) -> None:
-        """Refuse what is no linear map of ``rank`` numbers to a multiple of ``width`` without a bias."""
+        """Refuse what is no affine map of ``rank`` numbers to a multiple of ``width``."""
         row, other = self._rows(2, rank)
         image = self._apply(row)
         if image.shape[-1] % width:
@@ -112,10 +112,10 @@ class _Trial:
                 f"{self._name} maps {rank} numbers to {image.shape[-1]}, no multiple of {width} (keys and"
                 f" values of a head): {_ADVICE}"
             )
-        if float(self._apply(torch.zeros_like(row)).abs().max()) > self._close * float(image.abs().max()):
-            raise Unsupported(f"{self._name} adds a bias, which cannot be absorbed: merge or drop it")
-        doubled, summed = self._apply(2 * row), self._apply(row + other)
-        if _off(doubled, 2 * image) > self._close or _off(summed, image + self._apply(other)) > _ROUNDING:
+        bias = self._apply(torch.zeros_like(row))
+        doubled, summed, beside = (self._apply(one) for one in (2 * row, row + other, other))
+        far = _off(doubled - bias, 2 * (image - bias)) > self._close
+        if far or _off(summed - bias, image + beside - 2 * bias) > _ROUNDING:
             raise Unsupported(f"{self._name} is no linear map, so it cannot be absorbed: {_ADVICE}")
         self.check_rows(rank)
 

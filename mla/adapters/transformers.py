@@ -12,6 +12,7 @@ import inspect
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -79,7 +80,7 @@ def attach(model: PreTrainedModel) -> ModelInfo:
     AttentionMaskInterface.register(NAME, padding_mask)
     if _guards(decoder) == []:
         guard = Guard(str(decoder.config._attn_implementation))
-        decoder.register_forward_pre_hook(guard, with_kwargs=True)
+        decoder.register_forward_pre_hook(guard.check, with_kwargs=True)
     if decoder.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
     for module in modules:
@@ -176,7 +177,9 @@ def _no_continuous_batching(*args: Any, **kwargs: Any) -> None:
 
 
 def _guards(decoder: nn.Module) -> list[tuple[int, Guard]]:
-    return [(key, hook) for key, hook in decoder._forward_pre_hooks.items() if isinstance(hook, Guard)]
+    hooks = decoder._forward_pre_hooks.items()
+    methods = [(key, hook) for key, hook in hooks if isinstance(hook, MethodType)]
+    return [(key, hook.__self__) for key, hook in methods if isinstance(hook.__self__, Guard)]
 
 
 def _parts(model: nn.Module) -> list[PreTrainedModel]:

@@ -132,6 +132,7 @@ SERVED = {
     "weight_norm": normed,
     "weight_norm by a hook": normed_by_hook,
     "offloaded": offloaded,
+    "a bias": replaced(Biased),
 }
 
 
@@ -159,7 +160,6 @@ REFUSED = {
     RoundedByBatch: "rounds a token by the tokens beside it",
     Gated: "no linear map",
     Curved: "no linear map",
-    Biased: "adds a bias",
     Broken: "NotImplementedError: no kernel for this machine",
     Wide: "no multiple of 44",
     NotANumber: "does not make finite rows",
@@ -230,11 +230,14 @@ def test_weights_without_numbers_are_refused_by_name():
     refused(model, r"layers\.1\.self_attn\.o_proj\.weight is on the meta device")
 
 
-def test_a_bias_that_comes_after_attaching_is_refused_when_it_is_met():
-    model = build("deepseek_v3")
+def test_what_comes_after_attaching_is_looked_at_when_it_is_met():
+    stock, model = build("deepseek_v3"), build("deepseek_v3")
     mla.attach(model)
-    at(model).kv_b_proj = Biased(at(model).kv_b_proj)
-    with pytest.raises(Unsupported, match=r"kv_b_proj \(Biased\) adds a bias"):
+    for one in (stock, model):
+        at(one).kv_b_proj = Biased(at(one).kv_b_proj)
+    assert relative(forward(model, IDS), forward(stock, IDS)) < 1e-4
+    at(model).kv_b_proj = Gated(build("deepseek_v3").model.layers[1].self_attn.kv_b_proj)
+    with pytest.raises(Unsupported, match="Gated that is not linear"):
         forward(model, IDS)
 
 
