@@ -38,7 +38,12 @@ class Guard:
     def check(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raises ``Unsupported`` for a call that would not be answered right."""
         check_state(decoder)
-        given = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | dict(kwargs)
+        if torch.jit.is_tracing():
+            raise Unsupported(
+                "tracing an attached model would fix the lengths of its cache: mla.detach(model)"
+            )
+        names = inspect.signature(decoder.forward).parameters if args else ()
+        given = dict(zip(names, args, strict=False)) | dict(kwargs)
         _check_gradients(decoder, given.get("inputs_embeds"))
         for name in ("cache", "past_key_values"):  # it was renamed on the way
             _check_cache(given.get(name))

@@ -209,6 +209,27 @@ def test_a_compiled_model_answers_the_same_and_refuses_the_same(stock):
     mla.detach(model)
 
 
+def test_tracing_is_refused_since_it_would_fix_the_lengths(model):
+    with torch.no_grad(), pytest.raises(Unsupported, match="tracing an attached model"):
+        torch.jit.trace(lambda ids: model(ids, use_cache=False).logits, (IDS,), check_trace=False)
+
+
+@pytest.mark.parametrize("where", ["memory", "directory"])
+def test_a_saved_model_carries_nothing_that_a_plain_one_could_not_load(where, model, stock, tmp_path):
+    if where == "directory":
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path).eval()
+        assert torch.equal(forward(loaded, IDS), forward(stock, IDS))
+        return
+    torch.save(model, tmp_path / "whole.pt")
+    loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
+    with pytest.raises(Unsupported, match="copy of an attached model"):
+        forward(loaded, IDS)
+    mla.attach(loaded)
+    mla.detach(loaded)
+    assert torch.equal(forward(loaded, IDS), forward(stock, IDS))
+
+
 def test_a_wrapper_that_hides_the_model_is_refused_by_name():
     with pytest.raises(
         Unsupported, match="DataParallel is no model of transformers: attach the model inside"

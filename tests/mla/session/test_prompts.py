@@ -25,6 +25,7 @@ def tokenizer():
 def worker(model, workers, embedded, tokenizer):
     worker = workers(model, embedded())
     worker.ask(tokenizer(PROMPT)["input_ids"])
+    assert worker.session.flush()
     return worker
 
 
