@@ -64,6 +64,7 @@ _BOOKKEEPING = frozenset(
         "_hf_hook",  # moves weights and inputs, or is refused
         "_old_forward",
         "_compiled_call_impl",
+        "prepare_inputs_for_generation",  # which PEFT puts back onto the instance
     }
 )
 _UNTOLD = _MACHINERY | _BOOKKEEPING
