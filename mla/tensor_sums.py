@@ -49,8 +49,13 @@ def tensor_sums(tensors: Sequence[Tensor]) -> list[bytes]:
     return found
 
 
+def size_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's numbers."""
+    return tensor.numel() * tensor.element_size()
+
+
 def _all_sums(tensors: list[Tensor]) -> list[Tensor]:
-    nbytes = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
+    nbytes = sum(size_of(tensor) for tensor in tensors if tensor.device.type == "cpu")
     threads = torch.get_num_threads() if nbytes >= _THREADS_FROM else 1
     if threads == 1:
         return [_sums(tensor) for tensor in tensors]
@@ -60,9 +65,9 @@ def _all_sums(tensors: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def _sums(tensor: Tensor) -> Tensor:
-    words = min(ROW_WORDS, -(-tensor.numel() * tensor.element_size() // _WORD))
+    words = min(ROW_WORDS, -(-size_of(tensor) // _WORD))
     whole, upper, half = torch.zeros((3, max(words, 1)), dtype=torch.int64, device=tensor.device)
-    rows = -(-tensor.numel() * tensor.element_size() // (ROW_WORDS * _WORD))
+    rows = -(-size_of(tensor) // (ROW_WORDS * _WORD))
     for row, (first, second) in zip(_rows(tensor), _row_keys(rows), strict=True):
         length = row.numel()
         whole[:length].add_(row, alpha=first)
@@ -91,6 +96,8 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Flat bytes of a tensor, in its logical order."""
     if not tensor.numel():
         return
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise _unnamed(tensor)
     if tensor.is_contiguous() or tensor.dim() == 0:
         yield _bytes(tensor)
         return
@@ -103,10 +110,14 @@ def _bytes(tensor: Tensor) -> Tensor:
         # Lazily conjugated or negated numbers have other bits than they say.
         return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
     except (RuntimeError, NotImplementedError) as error:
-        raise Unsupported(
-            f"a weight of type {type(tensor).__name__} and {tensor.dtype} has no plain bytes to name it by:"
-            " pass the revision by name"
-        ) from error
+        raise _unnamed(tensor) from error
+
+
+def _unnamed(tensor: Tensor) -> Unsupported:
+    return Unsupported(
+        f"a weight of type {type(tensor).__name__}, {tensor.dtype} and {tensor.layout} has no plain bytes to"
+        " name it by: pass the revision by name"
+    )
 
 
 def _words(data: Tensor) -> Tensor:

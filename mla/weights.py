@@ -15,7 +15,7 @@ from mla.describing import Description, describe, root
 from mla.fingerprint import fingerprint, require_data
 from mla.numerics import config_digest
 from mla.steering import only_watched, refuse_steering
-from mla.tensor_sums import tensor_sums
+from mla.tensor_sums import size_of, tensor_sums
 
 log = logging.getLogger(__name__)
 
@@ -87,13 +87,13 @@ class _Sums:
         return known is not None and known[0].holds(tensor)
 
     def _in_turn(self, tensors: list[Tensor]) -> Iterator[Tensor]:
-        budget = max(CHECKED_BYTES, sum(tensor.nbytes for tensor in tensors) // CHECKED_SHARE)
+        budget = max(CHECKED_BYTES, sum(map(size_of, tensors)) // CHECKED_SHARE)
         for _ in tensors:
             if budget <= 0:
                 return
             tensor = tensors[self._turn % len(tensors)]
             self._turn += 1
-            budget -= tensor.nbytes
+            budget -= size_of(tensor)
             yield tensor
 
 
