@@ -38,7 +38,7 @@ class Guard:
     def check(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raises ``Unsupported`` for a call that would not be answered right."""
         check_state(decoder)
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise Unsupported(
                 "tracing an attached model would fix the lengths of its cache: mla.detach(model)"
             )

@@ -28,15 +28,15 @@ from mla.adapters.transformers import attach, cache_argument, decoder_of
 from mla.cache import LatentCache
 from mla.decoding import Decoding, check_room, plan_decoding, positions_of
 from mla.entrance import check_state, check_unmoved
-from mla.fingerprint import weights_fingerprint
 from mla.guard import or_miss
-from mla.numerics import config_digest, numerics
+from mla.numerics import numerics
 from mla.pool import LatentPool
 from mla.prefix import Prefix, PrefixLoader
 from mla.prompts import Prompt, read_prompt, vocabulary_of
 from mla.request import Request
 from mla.storing import StoreQueue
 from mla.usage import Generation, Prefilled, Usage
+from mla.weights import Weights
 
 Result = TypeVar("Result")
 
@@ -51,8 +51,8 @@ class Session:
     stored blocks end at multiples of ``prefill_chunk``, and blocks are shared only with
     sessions of equal numerics. ``store`` may be None: then the pool is the only tier.
 
-    Blocks are named by the weights, config and adapter that the model has now: after a
-    change of these make a new session.
+    Blocks are named by the weights, modules (adapters too) and config that the model has when a
+    request comes. So after a change of these nothing of before is hit; docs/python.md says what is not seen.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Session:
         load_timeout: float = 30.0,
         store_deadline: float = 30.0,
     ) -> None:
-        """Attaches the model. ``revision`` defaults to a fingerprint of the weights.
+        """Attaches the model. ``revision`` defaults to a fingerprint of all of the weights.
 
         Raises ``NotMLA`` and ``Unsupported`` for a model that cannot be served right.
         """
@@ -88,11 +88,11 @@ class Session:
         self._chunk = prefill_chunk
         self._align = prefill_chunk if exact else size  # tokens; hits are rounded down to a multiple
         self._store = store
+        self._weights = Weights(model, revision)
         self._base = Namespace(
             layout=info.layout,
             model=model_name or str(model.config.model_type),
-            revision=f"{weights_fingerprint(model) if revision is None else revision}"
-            f" config {config_digest(model.config)}",
+            revision=self._weights.name(),
             tenant=tenant,
             rope=info.rope,
             rope_layout=info.rope_layout,
@@ -146,7 +146,7 @@ class Session:
             try:
                 prefix = self._prefix(request, decoding)
                 cache = LatentCache.from_prefix(self.pool, prefix.blocks, len(prefix.blocks) * self._block)
-                with cache, torch.inference_mode():
+                with cache, torch.inference_mode(), self._weights.only_watched():
                     self._prefill(request, cache)
                     return self._decode(request, cache, prefix, decoding, options)
             finally:
@@ -190,7 +190,8 @@ class Session:
         request.match = replace(match, blocks=(stored - stored % self._align) // self._block)
         prefix = self._prefix(request, nothing)
         start = len(prefix.blocks) * self._block
-        with LatentCache.from_prefix(self.pool, prefix.blocks, start) as cache, torch.inference_mode():
+        cache = LatentCache.from_prefix(self.pool, prefix.blocks, start)
+        with cache, torch.inference_mode(), self._weights.only_watched():
             self._prefill(request, cache)
             self._forward(request, cache, cache.tokens, whole)
             self._keep(request, cache, whole)
@@ -204,6 +205,10 @@ class Session:
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until what was generated since the last call is on disk; False if some of it is not."""
         return self._queue is not None and self._queue.flush(timeout)
+
+    def read_weights_again(self) -> None:
+        """Have all weights read before the next request: after writes to few of them through ``.data``."""
+        self._weights.read_again()
 
     def close(self, timeout: float = 60.0) -> None:
         """Store what is queued and end the background thread; from then on nothing is stored.
@@ -241,7 +246,7 @@ class Session:
         return request
 
     def _open_namespace(self) -> bytes | None:
-        namespace = self._base
+        namespace = replace(self._base, revision=self._weights.name())
         if self._exact:  # threads and the like may have been set anew since the last request
             namespace = replace(namespace, numerics=numerics(self._chunk, self._model))
         if namespace != self._opened:

@@ -215,7 +215,9 @@ def test_tracing_is_refused_since_it_would_fix_the_lengths(model):
 
 
 @pytest.mark.parametrize("where", ["memory", "directory"])
-def test_a_saved_model_carries_nothing_that_a_plain_one_could_not_load(where, model, stock, tmp_path):
+def test_a_saved_model_carries_nothing_that_a_plain_one_could_not_load(where, stock, tmp_path):
+    model = build("deepseek_v3")
+    mla.attach(model)
     if where == "directory":
         model.save_pretrained(tmp_path)
         loaded = type(model).from_pretrained(tmp_path).eval()
