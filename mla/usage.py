@@ -43,10 +43,12 @@ class Generation:
 
     ``tokens``: the new tokens of the best sequence. ``sequences [rows, prompt + new]``:
     everything that ``model.generate`` returned. ``logits``: one ``[rows, vocabulary]`` for
-    each new token, where asked for by ``output_logits=True``.
+    each new token, where asked for by ``output_logits=True``, and ``scores`` the same as the
+    processors left them, by ``output_scores=True``.
     """
 
     tokens: list[int]
     sequences: Tensor
     usage: Usage
     logits: tuple[Tensor, ...] | None = None
+    scores: tuple[Tensor, ...] | None = None
