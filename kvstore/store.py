@@ -147,8 +147,8 @@ class Store:
                     raise failure
             undo.pop_all()
         store._writer.start()
-        for name, clock in store._clocks().items():
-            store.supervisor.start(name, clock)
+        for name, work in store._clocks().items():
+            store.supervisor.start(name, work)
         return store
 
     def _clocks(self) -> dict[str, Work]:
