@@ -46,16 +46,6 @@ def private_bytes(pid: int) -> int:
     return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
 
 
-def anonymous_bytes(pid: int) -> int | None:
-    """Resident memory of a process that belongs to no file and is not shared; None if it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
-    return int(found[0]) * 1024 if found else None
-
-
 def cpu_seconds(pid: int) -> float:
     """Processor time that a process has taken so far, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.memory import anonymous_bytes
 from kvstore.settings import MIB
 
 SAMPLE_SECONDS = 1.0
@@ -82,9 +82,10 @@ def slope(samples: Sequence[Sample]) -> float:
 class Watch:
     """Samples of whatever process ``pid`` names, in a thread. Use it as a context."""
 
-    def __init__(self, pid: Callable[[], int]) -> None:
+    def __init__(self, pid: Callable[[], int], seconds: float = SAMPLE_SECONDS) -> None:
         self.samples: list[Sample] = []
         self._pid = pid
+        self._seconds = seconds
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
 
@@ -99,8 +100,18 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(SAMPLE_SECONDS):
+        while not self._ended.wait(self._seconds):
             pid = self._pid()
             nbytes = anonymous_bytes(pid)
             if nbytes is not None:
                 self.samples.append(Sample(time.monotonic(), pid, nbytes))
+
+
+def anonymous_bytes(pid: int) -> int | None:
+    """Resident memory of a process that belongs to no file and is not shared; None if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
+    return int(found[0]) * 1024 if found else None

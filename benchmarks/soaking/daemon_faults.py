@@ -63,6 +63,6 @@ def kill_task(scene: Scene) -> None:
 
 
 def raise_in_writer(scene: Scene) -> None:
-    """What nobody thought of is raised in the writer's loop, some times running."""
-    scene.daemon.tell(fail_sizes=scene.rng.randint(1, 3))
+    """What nobody thought of is raised in the writer's loop."""
+    scene.daemon.tell(defects=1)
     scene.require_writing()
