@@ -11,7 +11,7 @@ from benchmarks.soaking.scene import Scene
 OWED_AT_ONCE = 8  # documents that are looked for behind each restart
 HOUR = 3600.0
 STEPS = (-25 * HOUR, -2 * HOUR, 0.0, 2 * HOUR, 25 * HOUR)  # a day is what an unused block lives
-TASKS = ("writer", "leases", "uses", "expiry")  # that run as long as the store does
+TASKS = ("leases", "uses", "expiry", "workers", "history", "handover")  # that run as long as it does
 
 
 def kill_daemon(scene: Scene) -> None:
@@ -57,12 +57,7 @@ def step_clock(scene: Scene) -> None:
 
 
 def kill_task(scene: Scene) -> None:
-    """A task of the store ends: what comes is written all the same."""
+    """The writer's loop dies, and another task of the daemon: what comes is written all the same."""
+    scene.daemon.tell(kill_task="writer")
     scene.daemon.tell(kill_task=scene.rng.choice(TASKS))
-    scene.require_writing()
-
-
-def raise_in_writer(scene: Scene) -> None:
-    """What nobody thought of is raised in the writer's loop."""
-    scene.daemon.tell(defects=1)
     scene.require_writing()

@@ -27,7 +27,6 @@ FAULTS: tuple[Fault, ...] = (
     daemon_faults.hang_up,
     daemon_faults.step_clock,
     daemon_faults.kill_task,
-    daemon_faults.raise_in_writer,
     worker_faults.kill_worker,
     worker_faults.stop_worker,
     worker_faults.kill_stopped_worker,

@@ -19,7 +19,7 @@ OTHER = [*CHAIN[:2], b"x" * 32]
 DOCUMENT, BRANCH = (0, 1), (0, 2)
 # At least one of each sort; all kinds together take most of a minute.
 QUICK = (
-    *("kill_daemon", "hang_up", "step_clock", "kill_task", "raise_in_writer", "drop_loads", "bad_places"),
+    *("kill_daemon", "hang_up", "step_clock", "kill_task", "drop_loads", "bad_places"),
     *("kill_forked_worker", "hostile_connections", "fail_writes"),
 )
 
