@@ -7,7 +7,8 @@ tenants and layouts, through small tiers of a real daemon, while faults are inje
 kinds in each, in an order that follows from the seed, as do the prompts. Every loaded byte is compared
 with what its hash determines. After each restart documents that were confirmed to be on disk are
 looked for; after each round all workers rest, and nothing may be held. Each kind of payloads has half
-of the time. The exit status is 1 if anything was wrong, lost, stuck or leaked.
+of the time. In the last part of that the daemon is left alive, and its anonymous memory must not grow.
+The exit status is 1 if anything was wrong, lost, stuck or leaked, or grew.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,21 @@ from rich.table import Table
 from benchmarks import arguments
 from benchmarks.arguments import Parser, machine, workplace, write_json
 from benchmarks.options import BenchmarkError
-from benchmarks.soaking.faults import FAULTS
+from benchmarks.soaking.curve import Curve, Watch
+from benchmarks.soaking.faults import ENDS_DAEMON, FAULTS, Fault, in_order
+from benchmarks.soaking.greedy import SIZES
 from benchmarks.soaking.scene import Scene, block_sizes
 from kvstore.checking import check
 from kvstore.records import FaultKind
 from kvstore.settings import MIB
 
-DISK_BYTES = 32 * MIB  # less than all documents take
-CAPACITY_BYTES = 24 * MIB  # of it for payloads, at least
 KINDS = ("lmdb", "slab")
-MUST_BE_ZERO = ("wrong_bytes", "lost_durable", "stuck_calls", "leaked_slots", "leaked_leases", "leaked_files")
+MUST_BE_ZERO = (
+    *("wrong_bytes", "lost_durable", "stuck_calls", "leaked_slots", "leaked_leases", "leaked_files"),
+    *("leaked_rows", "violated", "deaths", "growing_memory"),
+)
+KILLED_UNTIL = 0.4  # of the time; from then on the daemon lives, but for what is left of the first round
+JUDGED_FROM = 0.5  # of the time; until then it may settle
 PAUSE_SECONDS = 0.25  # between two faults, at most
 
 
@@ -56,7 +63,17 @@ def _parse(options: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(payloads=None)  # each in turn
     parser.add_argument("--minutes", type=float, default=2.0, metavar="M", help="how long [2]")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of prompts and faults [0]")
+    parser.add_argument("--only", type=_faults, default=FAULTS, metavar="F,F", help="these faults [all]")
     return parser.parse_args(options)
+
+
+def _faults(names: str) -> list[Fault]:
+    """Those of these names."""
+    known = {fault.__name__: fault for fault in FAULTS}
+    asked = names.split(",")
+    if unknown := sorted(set(asked) - known.keys()):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: no such fault; there are {', '.join(known)}")
+    return [known[name] for name in asked]
 
 
 def _soak(options: argparse.Namespace, console: Console) -> bool:
@@ -72,6 +89,8 @@ def _soak(options: argparse.Namespace, console: Console) -> bool:
         "about": machine(),
     }
     console.print(_table(figures))
+    for run in runs:
+        console.print(f"{run.kind}: the daemon's memory went from {run.memory}", soft_wrap=True)
     write_json(options.json, figures)
     for run in runs:
         for evidence in run.evidence:
@@ -88,42 +107,55 @@ class _Run:
         self.evidence: list[object] = []  # of failure
         self.leaked_files: list[str] = []
         self.disk_bytes = 0
+        self.memory = Curve.of([], 0.0)
+        self._kinds = options.only
         self._place = place
         self._seconds = seconds
         self._flags = [
-            *("--payloads", kind, "--host-bytes", str(options.arena), "--disk-bytes", str(DISK_BYTES)),
+            *("--payloads", kind, "--host-bytes", str(options.arena), "--http", "127.0.0.1:0"),
             *("--interval", "512", "--lease-seconds", "2", "--drain-seconds", "20", "--readers", "4"),
+            # What has a bound is soon full, so that what still grows has none.
+            *("--ghost-bytes", "512KiB", "--record-bytes", "256KiB"),
         ]
         self._rng = random.Random(f"{options.seed} {kind}")
 
     def go(self, console: Console) -> None:
         """Round after round, until the time is over; at least one."""
         self._place.mkdir()
-        with Scene(self._place, self._flags, CAPACITY_BYTES, self._rng) as scene:
+        with Scene(self._place, self._flags, self._rng) as scene:
             self.seen = scene.seen
             until = time.monotonic() + self._seconds
             try:
-                while True:
-                    self._round(scene, until)
-                    with scene.quiet():
-                        self._look(scene)
-                    left, hits = until - time.monotonic(), self.seen.hits
-                    console.print(
-                        f"{self.kind}: {self.faults.total()} faults, {hits} hits, {left:.0f} s left"
-                    )
-                    if time.monotonic() >= until:
-                        break
+                with Watch(lambda: scene.daemon.pid) as watch:
+                    self._rounds(scene, until, console)
+                self.memory = Curve.of(watch.samples, until - (1 - JUDGED_FROM) * self._seconds)
                 self._end(scene)
             except BenchmarkError as error:
                 self.evidence.append(f"{error}; the daemon's log ends with {scene.daemon.last_words()!r}")
         self.evidence += [*self.seen.wrong, *self.seen.lost, *self.seen.stuck, *self.seen.violated]
         self.evidence += [*self.seen.deaths, *self.leaked_files, *(+self.seen.leaked).items()]
+        if self.memory.grows:
+            self.evidence.append(f"the daemon's memory grows: {self.memory}")
+
+    def _rounds(self, scene: Scene, until: float, console: Console) -> None:
+        while True:
+            self._round(scene, until)
+            with scene.quiet():
+                self._look(scene)
+            left, hits = until - time.monotonic(), self.seen.hits
+            console.print(f"{self.kind}: {self.faults.total()} faults, {hits} hits, {left:.0f} s left")
+            if time.monotonic() >= until:
+                return
 
     def _round(self, scene: Scene, until: float) -> None:
-        began = until - self._seconds
-        for fault in self._rng.sample(FAULTS, len(FAULTS)):
-            if time.monotonic() >= until and self.faults:
+        """All kinds; the first round is not cut short."""
+        began, first = until - self._seconds, not self.faults
+        for fault in in_order(self._rng, self._kinds):
+            now = time.monotonic()
+            if not first and now >= until:
                 return
+            if not first and fault in ENDS_DAEMON and now >= began + KILLED_UNTIL * self._seconds:
+                continue
             fault(scene)
             self.faults[fault.__name__] += 1
             scene.seen.course.append((round(time.monotonic() - began, 2), fault.__name__))
@@ -132,6 +164,7 @@ class _Run:
 
     def _look(self, scene: Scene) -> None:
         scene.require_owed()
+        scene.require_writing()
         used = sum(file.stat().st_blocks * 512 for file in self._place.rglob("*") if file.is_file())
         self.disk_bytes = max(self.disk_bytes, used)
 
@@ -159,7 +192,7 @@ class _Run:
         self.seen.violated += [str(fault) for fault in wrong]
         if report.unnamed:
             self.leaked_files.append(f"{report.unnamed} payloads that no record names")
-        known = {"LOCK", "catalog", "payloads", *(f"payloads/{size}" for size in block_sizes())}
+        known = {"LOCK", "catalog", "payloads", *(f"payloads/{size}" for size in block_sizes() | SIZES)}
         found = [file.relative_to(data) for file in data.rglob("*")]
         self.leaked_files += [str(f) for f in found if str(f) not in known and str(f.parent) not in known]
 
@@ -186,6 +219,8 @@ def _figures(runs: Sequence[_Run]) -> dict[str, Any]:
         "leaked_files": sum(len(run.leaked_files) for run in runs),
         "violated": sum(len(each.violated) for each in seen),
         "deaths": sum(len(each.deaths) for each in seen),
+        "growing_memory": sum(run.memory.grows for run in runs),
+        "memory": {run.kind: asdict(run.memory) for run in runs},
         "latest_call_seconds": round(max(each.overrun for each in seen), 2),
         "disk_bytes": max(run.disk_bytes for run in runs),
     }
@@ -201,7 +236,7 @@ def _table(figures: dict[str, Any]) -> Table:
     for name in ("faults", "kinds", "operations", "hits", "confirmed", "looked_for", "latest_call_seconds"):
         made.add_row(name, str(figures[name]))
     made.add_section()
-    for name in (*MUST_BE_ZERO, "leaked_rows", "violated", "deaths"):
+    for name in MUST_BE_ZERO:
         made.add_row(name, str(figures[name]), style="red" if figures[name] else None)
     return made
 

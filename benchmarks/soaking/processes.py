@@ -30,6 +30,11 @@ class FaultyDaemon(Daemon):
         super().__init__(data, flags, ("server.testing",))
 
     @property
+    def page(self) -> str:
+        """The address of its HTTP port, as it says itself."""
+        return self.banner.partition(", http ")[2].partition(",")[0]
+
+    @property
     def alive(self) -> bool:
         """Whether the process has not ended."""
         return self._process.poll() is None
@@ -49,6 +54,8 @@ class FaultyDaemon(Daemon):
         if not line:
             raise BenchmarkError(f"the daemon has died, or gives no answer within {ANSWER_SECONDS:g} s")
         answer: Event = json.loads(line)
+        if "unknown" in answer:
+            raise BenchmarkError(f"server.testing has no switch {', '.join(answer['unknown'])}")
         return answer
 
     def limit_files(self, nbytes: int | None) -> None:
@@ -68,17 +75,20 @@ class FaultyDaemon(Daemon):
 class WorkerProcess:
     """``benchmarks.soaking.worker``; what it tells goes to ``hear``, in a thread."""
 
-    def __init__(self, url: str, seed: int, hear: Callable[[WorkerProcess, Event], None]) -> None:
+    def __init__(
+        self, url: str, seed: int, hear: Callable[[WorkerProcess, Event], None], token_file: str = ""
+    ) -> None:
         self.seed = seed
         self.stopped: list[tuple[float, float]] = []  # when it was under SIGSTOP, monotonic seconds
         self._hear = hear
         self._news = threading.Condition()
         self._heard: set[str] = set()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.soaking.worker", url, str(seed)],
+            [sys.executable, "-m", "benchmarks.soaking.worker", url, str(seed), token_file],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=os.environ | {"GRPC_VERBOSITY": "ERROR"},  # else it has something to say of each fork
         )
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -139,6 +149,13 @@ class WorkerProcess:
         self._process.kill()
         self._process.wait()
         self._listener.join(ANSWER_SECONDS)
+
+    def forget(self) -> None:
+        """SIGKILL; and children that it has left see by the end of its orders that they shall end, too."""
+        self.kill()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # an order that it did not live to hear
+            self._process.stdin.close()
 
     def end(self) -> bool:
         """Let it close what it has and end; False if it had to be killed."""

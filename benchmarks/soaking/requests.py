@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from kvstore.api import KVStore, LoadedBlock, Match, ReservedBlock, ReserveState
+from kvstore.api import KVStore, Load, LoadedBlock, Match, ReservedBlock, ReserveState
 from kvstore.errors import KVStoreError
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import BLOCK_TOKENS, DType
@@ -80,6 +80,7 @@ class Orders:
 
     hold: float = 0.0  # return no credits for so long
     squat: float = 0.0  # hold slots that are half filled
+    drop: float = 0.0  # forget a Load that is open
 
     def take_hold(self) -> float:
         """The order to hold, which is carried out now."""
@@ -90,6 +91,11 @@ class Orders:
         """The order to squat, which is carried out now."""
         seconds, self.squat = self.squat, 0.0
         return seconds
+
+    def take_drop(self) -> bool:
+        """The order to forget a Load, which is carried out now."""
+        seconds, self.drop = self.drop, 0.0
+        return seconds > 0
 
 
 @dataclass
@@ -139,9 +145,11 @@ class Requester:
         return match
 
     def _load(self, space: int, number: int, hashes: Sequence[bytes]) -> int:
-        came = 0
+        came, dropped = 0, self.orders.take_drop()
         with self.clock.call(self.who, "load", CALL_SECONDS):
             load = self.store.load(self.keys[space], hashes, timeout=LOAD_SECONDS)
+        if dropped and self.rng.random() < 0.5:
+            _tie(load)
         try:
             batches = iter(load)
             while batch := self._next(batches):
@@ -149,10 +157,13 @@ class Requester:
                     if block.index != came or block.data != content(hashes[came], block.data.nbytes):
                         self.tell("wrong", space=space, document=number, block=came, announced=block.index)
                     came += 1
+                if dropped:
+                    break
                 time.sleep(self.orders.take_hold())
         finally:
-            with self.clock.call(self.who, "load_end", LOAD_SECONDS):
-                load.__exit__(None, None, None)
+            if not dropped:
+                with self.clock.call(self.who, "load_end", LOAD_SECONDS):
+                    load.__exit__(None, None, None)
         return came
 
     def _next(self, batches: Iterator[list[LoadedBlock]]) -> list[LoadedBlock] | None:
@@ -181,6 +192,24 @@ class Requester:
             self.tell("stored", space=space, filled=names)
         if sure:
             self.tell("sure", space=space, document=number, began=began, filled=names)
+
+    def store_long(self, space: int, hashes: Sequence[bytes], seconds: float) -> bool:
+        """Store a document for at most so many seconds. Whether it is said to be on disk, all of it."""
+        until = time.monotonic() + seconds
+        lease, done, ticket = 0, 0, 0
+        filled: list[bytes] = []
+        try:
+            while done < len(hashes) and time.monotonic() < until:
+                lease, ready = self._reserve(space, hashes, done, lease)
+                done += len(ready)
+                ticket = self._commit(lease, ready, filled, last=done == len(hashes))
+                if not ready:
+                    time.sleep(0.02)
+            return done == len(hashes) and self._durable([ticket])
+        finally:
+            if lease:
+                self.store.release(lease)
+            self.tell("stored", space=space, filled=[block.hex() for block in filled])
 
     def _reserve(
         self, space: int, hashes: Sequence[bytes], done: int, lease: int
@@ -217,6 +246,12 @@ class Requester:
             time.sleep(seconds)
         finally:
             self.store.release(lease)
+
+
+def _tie(load: Load) -> None:
+    """Only the garbage collector finds that nobody refers to it any more."""
+    knot: list[object] = [load]
+    knot.append(knot)
 
 
 def details(**all_of: Any) -> dict[str, Any]:

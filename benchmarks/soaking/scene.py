@@ -9,20 +9,27 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import kvstore
 from benchmarks.options import BenchmarkError
+from benchmarks.soaking.callers import Callers
 from benchmarks.soaking.ledger import Document, Ledger
 from benchmarks.soaking.processes import Event, FaultyDaemon, WorkerProcess
 from benchmarks.soaking.requests import CALL_SECONDS, SPACES, Clock, Requester
 from kvstore.api import MissReason
 from kvstore.errors import KVStoreError
+from kvstore.hashing import block_hashes
+from kvstore.settings import MIB
+from kvstore.testing.chains import store_chain, tokens
 
 WORKERS = 3
+DISK_BYTES = 32 * MIB  # less than all documents take
+CAPACITY_BYTES = 24 * MIB  # of it for payloads, at least
 STUCK_SECONDS = 30.0  # beyond a call's deadline; a busy machine may be late, but not so late
 BACK_SECONDS = 30.0  # in which a daemon that is back must answer
+NEW_BLOCKS = 2  # of a document by which is seen whether anything is still written
 SETTLE_SECONDS = 45.0  # in which all that was held must be given back, and all that is dirty written
 
 
@@ -49,18 +56,22 @@ class Seen:
 class Scene:
     """Daemon and workers of one data directory. Use it as a context: its end kills them."""
 
-    def __init__(self, place: Path, flags: list[str], capacity_bytes: int, rng: random.Random) -> None:
+    def __init__(self, place: Path, flags: list[str], rng: random.Random) -> None:
         self.rng = rng
         self.seen = Seen()
-        self.ledger = Ledger(capacity_bytes)
+        self.ledger = Ledger(CAPACITY_BYTES)
+        self.callers = Callers(place)
+        self.callers.write()
+        flags = [*flags, "--disk-bytes", str(DISK_BYTES), "--credentials", str(self.callers.file)]
         self.daemon = FaultyDaemon(place / "store", flags)
         self._files_at_start = self.daemon.open_files()
         self._lock = threading.Lock()
         self._chains: dict[Document, list[bytes]] = {}
         self._seeds = itertools.count(rng.randrange(1 << 30))
         self._client = kvstore.connect(self.daemon.url, timeout=CALL_SECONDS)
-        self._asker = Requester(self._client, 0, rng, self._tell, Clock(self._tell))
+        self.asker = Requester(self._client, 0, rng, self._tell, Clock(self._tell))
         self.workers: list[WorkerProcess] = []
+        self._replaced: list[WorkerProcess] = []  # whose children may live
 
     def __enter__(self) -> Scene:
         try:
@@ -74,23 +85,19 @@ class Scene:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for worker in self.workers:
-            worker.kill()
+        for worker in self.workers + self._replaced:
+            worker.forget()
         self._client.close()
         self.daemon.__exit__(None, None, None)
 
     def _hire(self, number: int) -> WorkerProcess:
-        url = self.daemon.url
-        if number == WORKERS - 1:  # it finds no arena beside this name, and so gets bytes
-            plain = Path(url.removeprefix("unix://")).with_name("bytes.sock")
-            if not plain.is_symlink():
-                plain.symlink_to("kv.sock")
-            url = f"unix://{plain}"
-        return WorkerProcess(url, next(self._seeds), self._hear)
+        token_file = str(self.callers.token_file) if number == WORKERS - 1 else ""  # who has it gets bytes
+        return WorkerProcess(self.daemon.url, next(self._seeds), self._hear, token_file)
 
     def replace_worker(self, number: int) -> None:
         """SIGKILL, and another one in its place."""
         self.workers[number].kill()
+        self._replaced.append(self.workers[number])
         self.workers[number] = self._hire(number)
 
     # --- what is told
@@ -98,7 +105,7 @@ class Scene:
     def chain(self, document: Document) -> list[bytes]:
         """The hashes of a document."""
         if document not in self._chains:
-            self._chains[document] = self._asker.hashes(*document)
+            self._chains[document] = self.asker.hashes(*document)
         return self._chains[document]
 
     def _tell(self, event: str, **more: object) -> None:
@@ -127,6 +134,8 @@ class Scene:
                     seen.overrun = max(seen.overrun, over)
                     if over > STUCK_SECONDS:
                         seen.stuck.append(event)
+                case "forked" if not event["returned"]:
+                    seen.violated.append("a forked child did not live to come back from the store")
                 case "stored":
                     nbytes = SPACES[event["space"]].layout.block_bytes * len(event["filled"])
                     self.ledger.stored(_blocks(event["filled"]), nbytes)
@@ -140,6 +149,10 @@ class Scene:
         self.ledger.confirmed(document, self.chain(document), filled, event["began"], event["at"])
 
     # --- what must hold
+
+    def wait(self) -> None:
+        """Let a fault last."""
+        time.sleep(self.rng.uniform(0.2, 1.5))
 
     def await_daemon(self) -> None:
         """Wait until the daemon answers this client."""
@@ -158,13 +171,13 @@ class Scene:
             self._require(document, blocks)
             if at < loads:
                 with contextlib.suppress(KVStoreError):
-                    self._asker.load(*document, self.chain(document))
+                    self.asker.load(*document, self.chain(document))
 
     def _require(self, document: Document, blocks: int) -> None:
         hashes = self.chain(document)
         for _ in range(50):
             try:
-                match = self._client.match(self._asker.keys[document[0]], hashes, 64 * len(hashes) + 1)
+                match = self._client.match(self.asker.keys[document[0]], hashes, 64 * len(hashes) + 1)
             except KVStoreError:
                 match = None
             if match is not None and match.reason is not MissReason.UNAVAILABLE:
@@ -179,6 +192,20 @@ class Scene:
             age = self.ledger.age(document)
             lost = {"document": document, "owed": blocks, "stored": match.stored_blocks, "age": age}
             self.seen.lost.append(lost | {"reason": match.reason, "behind": self.seen.course[-12:]})
+
+    def require_writing(self) -> None:
+        """What is new becomes durable soon, in a namespace that is new, too."""
+        until = time.monotonic() + SETTLE_SECONDS
+        space = replace(self.rng.choice(SPACES), salt=f"{next(self._seeds)}")
+        while time.monotonic() < until:
+            with contextlib.suppress(KVStoreError):
+                key, nbytes = self._client.open_namespace(space), space.layout.block_bytes
+                hashes = block_hashes(key, tokens(next(self._seeds), NEW_BLOCKS))
+                self.ledger.stored(hashes, nbytes * len(hashes))
+                if store_chain(self._client, key, hashes, nbytes=nbytes):
+                    return
+            time.sleep(0.1)
+        self.seen.stuck.append({"verb": "durable", "why": f"nothing new is, within {SETTLE_SECONDS:g} s"})
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:

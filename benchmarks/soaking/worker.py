@@ -1,4 +1,4 @@
-"""A worker of a soak, in a process of its own: ``python -m benchmarks.soaking.worker URL SEED``.
+"""A worker of a soak, in a process of its own: ``python -m benchmarks.soaking.worker URL SEED TOKEN_FILE``.
 
 Tells what happens on its standard output and takes orders on its standard input, a line of JSON each.
 """
@@ -6,16 +6,20 @@ Tells what happens on its standard output and takes orders on its standard input
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
+import signal
 import sys
 import threading
 import time
 
 import kvstore
+from benchmarks.soaking.children import fork
 from benchmarks.soaking.requests import CALL_SECONDS, Clock, Orders, Requester, details
 from kvstore.errors import KVStoreError
+from kvstore.identity import Identity
 
 THREADS = 2
 THINK_SECONDS = 0.06  # between two requests of a thread, on average
@@ -74,26 +78,30 @@ def _session(requester: Requester, gang: Gang) -> None:
         time.sleep(requester.rng.expovariate(1 / THINK_SECONDS))
 
 
-def _meet(url: str, who: int, seed: int, tell: Teller, clock: Clock, orders: Orders) -> Requester:
+def _meet(
+    url: str, identity: Identity, who: int, seed: int, tell: Teller, clock: Clock, orders: Orders
+) -> Requester:
     """A requester over a client, as soon as the daemon answers."""
-    client = kvstore.connect(url, timeout=CALL_SECONDS)
+    client = kvstore.connect(url, timeout=CALL_SECONDS, identity=identity)
     while True:
         with contextlib.suppress(KVStoreError):
             return Requester(client, who, random.Random(seed * THREADS + who), tell, clock, orders)
         time.sleep(0.1)
 
 
-def main(url: str, seed: int) -> None:
+def main(url: str, seed: int, token_file: str = "") -> None:
     """Work until told to end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    identity = Identity.from_files(token_file)
     tell, gang, orders = Teller(), Gang(), Orders()
     clock = Clock(tell)
-    team = [_meet(url, who, seed, tell, clock, orders) for who in range(THREADS)]
+    team = [_meet(url, identity, who, seed, tell, clock, orders) for who in range(THREADS)]
     threads = [threading.Thread(target=_session, args=(each, gang)) for each in team]
     for thread in threads:
         thread.start()
     threading.Thread(target=_watch, args=(clock,), daemon=True).start()
     tell("ready")
-    _obey(gang, orders, tell)
+    _obey(gang, orders, team[0])
     gang.resume(end=True)
     for thread in threads:
         thread.join()
@@ -108,23 +116,28 @@ def _watch(clock: Clock) -> None:
         time.sleep(1.0)
 
 
-def _obey(gang: Gang, orders: Orders, tell: Teller) -> None:
+def _obey(gang: Gang, orders: Orders, requester: Requester) -> None:
     """Carry out what comes on standard input, until it ends or says so."""
     for line in sys.stdin:
         order = json.loads(line)
         match order["do"]:
             case "pause":
                 gang.pause()
-                tell("paused")
+                gc.collect()  # what was dropped
+                requester.tell("paused")
             case "go":
                 gang.resume()
             case "hold":
                 orders.hold = order["seconds"]
             case "squat":
                 orders.squat = order["seconds"]
+            case "drop":
+                orders.drop = order["seconds"]
+            case "fork":
+                requester.tell("forked", returned=fork(requester, order["seconds"]))
             case _:
                 return
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,14 +1,27 @@
+import contextlib
+import inspect
 import json
+import random
 import time
 
 import pytest
 
 from benchmarks import soak
+from benchmarks.options import BenchmarkError
+from benchmarks.soaking import caller_faults, daemon_faults, disk_faults, worker_faults
+from benchmarks.soaking.faults import ENDS_DAEMON, FAULTS, in_order
 from benchmarks.soaking.ledger import Ledger
+from benchmarks.soaking.scene import Scene
+from kvstore.hashing import ROOT
 
 CHAIN = [bytes([n]) * 32 for n in range(4)]
 OTHER = [*CHAIN[:2], b"x" * 32]
 DOCUMENT, BRANCH = (0, 1), (0, 2)
+# At least one of each sort; all kinds together take most of a minute.
+QUICK = (
+    *("kill_daemon", "hang_up", "step_clock", "kill_task", "drop_loads", "bad_places"),
+    *("kill_forked_worker", "hostile_connections", "fail_writes"),
+)
 
 
 @pytest.fixture
@@ -53,11 +66,78 @@ def test_a_block_that_was_filled_again_is_owed_by_whoever_filled_it(ledger):
     assert ledger.owed() == {DOCUMENT: 1}
 
 
+@pytest.fixture
+def scene(tmp_path, monkeypatch):
+    """A daemon that nobody works with."""
+    monkeypatch.setattr("benchmarks.soaking.scene.SETTLE_SECONDS", 0.5)
+    flags = ["--host-bytes", "8MiB", "--http", "127.0.0.1:0"]
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        made = Scene(tmp_path, flags, random.Random(1))
+        stack.push(made.__exit__)
+        yield made
+
+
+def test_what_is_held_is_a_leak_and_what_is_not_written_any_more_is_stuck(scene):
+    scene.require_writing()
+    scene.require_nothing_held()
+    assert (scene.seen.stuck, +scene.seen.leaked, scene.seen.violated) == ([], {}, [])
+    hashes = scene.asker.hashes(0, 0)
+    lease = scene.asker.store.reserve(scene.asker.keys[0], ROOT, hashes).lease
+    scene.require_nothing_held()
+    assert scene.seen.leaked["leases"] == 1
+    scene.asker.store.release(lease)
+    scene.daemon.tell(fail_writes=True)
+    scene.require_writing()
+    assert [each["verb"] for each in scene.seen.stuck] == ["durable"]
+
+
+def test_a_switch_that_the_daemon_does_not_have_is_refused(scene):
+    with pytest.raises(BenchmarkError, match="no switch fail_nothing"):
+        scene.daemon.tell(fail_nothing=True)
+
+
+def test_every_fault_there_is_belongs_to_a_round():
+    modules = (caller_faults, daemon_faults, disk_faults, worker_faults)
+    there = {
+        name
+        for module in modules
+        for name, made in vars(module).items()
+        if inspect.isfunction(made) and made.__module__ == module.__name__ and not name.startswith("_")
+    }
+    assert {fault.__name__ for fault in FAULTS} == there
+    assert len(FAULTS) == len(there)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_round_has_each_fault_once_and_leaves_the_daemon_alive_in_its_second_half(seed):
+    dealt = in_order(random.Random(seed), FAULTS)
+    assert len(dealt) == len(FAULTS)
+    assert set(dealt) == set(FAULTS)
+    assert set(dealt[: len(dealt) // 2]) >= ENDS_DAEMON
+    assert dealt != in_order(random.Random(seed + 1), FAULTS)
+
+
+def test_an_unknown_fault_is_refused_and_those_there_are_are_named(capsys):
+    assert soak.main(["--only", "kill_daemon,kill_cat"]) == 2
+    said = capsys.readouterr().err
+    assert "kill_cat: no such fault" in said
+    assert "step_clock" in said
+
+
 def test_a_short_soak_finds_nothing_and_says_what_it_did(tmp_path):
     figures = tmp_path / "soak.json"
     options = ["--minutes", "0.1", "--seed", "3", "--payloads", "slab", "--data", str(tmp_path)]
-    assert soak.main([*options, "--json", str(figures)]) == 0
+    assert soak.main([*options, "--only", ",".join(QUICK), "--json", str(figures)]) == 0
     result = json.loads(figures.read_text())
-    assert result["faults"] == sum(result["faults_by_kind"].values()) > 0
+    assert result["faults"] == sum(result["faults_by_kind"].values())
+    assert result["faults_by_kind"].keys() == set(QUICK)
     assert result["hits"] > 0
-    assert [result[name] for name in soak.MUST_BE_ZERO] == [0] * 6
+    assert result["memory"]["slab"]["most"] > 0
+    assert [result[name] for name in soak.MUST_BE_ZERO] == [0] * len(soak.MUST_BE_ZERO)
+
+
+def test_a_soak_fails_if_the_daemons_memory_grows(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.soaking.curve.Curve.grows", True)
+    options = ["--minutes", "0.05", "--payloads", "lmdb", "--data", str(tmp_path), "--only", "kill_worker"]
+    assert soak.main(options) == 1
+    assert "the daemon's memory grows" in capsys.readouterr().out

@@ -1,0 +1,58 @@
+"""Callers who mean harm, beside the workers: these must be served, and the HTTP port must answer."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from benchmarks.soaking import greedy, hostile
+from benchmarks.soaking.scene import STUCK_SECONDS, Scene
+
+
+def hostile_calls(scene: Scene) -> None:
+    """Without any proof: messages of a million parts, bytes that are none, streams that say nothing."""
+    _beside(scene, _bursts(scene, "bombs", "marks", "babble", "silent_loads"))
+
+
+def hostile_connections(scene: Scene) -> None:
+    """Connections that say nothing, or half a greeting, and calls that are reset as soon as they are made."""
+    _beside(scene, _bursts(scene, "idle_connections", "half_handshakes", "resets"))
+
+
+def hostile_http(scene: Scene) -> None:
+    """The same at the HTTP port, and requests that never end."""
+    _beside(scene, _bursts(scene, "idle_http", "slow_http", "endless_headers", "strange_hosts"))
+
+
+def greedy_tenant(scene: Scene) -> None:
+    """Somebody who is admitted takes all that is counted; who comes behind him has as much as before."""
+    with greedy.Greedy(scene.daemon.url, scene.callers.greedy) as him:
+        _beside(scene, [partial(burst, him) for burst in greedy.BURSTS])
+    scene.require_writing()
+
+
+def _bursts(scene: Scene, *names: str) -> list[Callable[[], object]]:
+    victim = hostile.Victim(scene.daemon.url, scene.daemon.page)
+    return [partial(hostile.BURSTS[name], victim) for name in names]
+
+
+def _beside(scene: Scene, bursts: Sequence[Callable[[], object]]) -> None:
+    """All at once; meanwhile the daemon is asked whether it is well."""
+    with ThreadPoolExecutor(len(bursts)) as pool:
+        running = [pool.submit(burst) for burst in bursts]
+        while not all(each.done() for each in running):
+            _require_health(scene)
+            scene.await_daemon()
+    for each in running:
+        each.result()
+
+
+def _require_health(scene: Scene) -> None:
+    try:
+        with urllib.request.urlopen(scene.daemon.page + "healthz", timeout=STUCK_SECONDS):
+            pass
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        scene.seen.stuck.append({"verb": "healthz", "why": str(error)})
