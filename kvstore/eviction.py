@@ -22,8 +22,12 @@ from kvstore.settings import Policy
 class TailEvictor:
     """Chooses what to evict; the caller removes it from the tiers before asking for more."""
 
-    def __init__(self, index: PrefixIndex, policy: Policy) -> None:
+    def __init__(
+        self, index: PrefixIndex, policy: Policy, is_loose: Callable[[int], bool] = lambda row: False
+    ) -> None:
+        """``is_loose`` says which blocks are in memory only and not meant for the disk."""
         self._index = index
+        self._is_loose = is_loose
         self._whole = policy == "unit"
 
     def evict(
@@ -43,7 +47,7 @@ class TailEvictor:
         bared: list[tuple[float, int]] = []  # a heap of rows that became leaves
         while leaves or bared:
             _, row = heapq.heappop(bared) if _first(bared, leaves) else leaves.pop()
-            if not self._stands_on_disk(row):
+            if not self._frees_disk(row):
                 continue
             tail = list(self._tail(row))
             above = self._index.stored_above(tail[-1])
@@ -70,13 +74,14 @@ class TailEvictor:
 
     def _may_go(self, row: int) -> bool:
         index = self._index
-        return index.state[row] == BlockState.PRESENT and not index.holds[row]
+        there = index.state[row] == BlockState.PRESENT and not index.holds[row]
+        return there and (index.place[row] != NONE or self._is_loose(row))
 
-    def _stands_on_disk(self, row: int) -> bool:
-        """Whether the block, or one above it, takes room on the disk."""
-        while row != NONE and self._index.place[row] == NONE:
+    def _frees_disk(self, row: int) -> bool:
+        """Whether the block is on disk, or loose as are all that it stands on down to one that is."""
+        while row != NONE and self._index.place[row] == NONE and self._is_loose(row):
             row = self._index.parent[row]
-        return row != NONE
+        return row != NONE and self._index.place[row] != NONE
 
     def _tail(self, row: int) -> Iterator[int]:
         index = self._index

@@ -59,7 +59,6 @@ def reopening(
     A store with another data directory gives another digest; then the namespace stays unknown.
     """
 
-    @functools.wraps(verb)
     def call(face: Face, namespace: bytes, *args: Args.args, **kwargs: Args.kwargs) -> Result:
         try:
             return verb(face, namespace, *args, **kwargs)
@@ -69,4 +68,5 @@ def reopening(
                 raise
         return verb(face, namespace, *args, **kwargs)
 
+    functools.update_wrapper(call, verb)
     return call

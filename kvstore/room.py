@@ -22,12 +22,13 @@ class Room:
         spaces: SpaceTable,
         settings: StoreSettings,
         evict: Callable[[int], None],
+        is_loose: Callable[[int], bool],
     ) -> None:
-        """``evict`` is called on rows that have to leave, and calls ``leave``."""
+        """``evict`` is called on rows that have to leave, and calls ``leave``; see ``TailEvictor``."""
         self._index = index
         self._disk = disk
         self._spaces = spaces
-        self._evictor = TailEvictor(index, settings.policy)
+        self._evictor = TailEvictor(index, settings.policy, is_loose)
         self._evict = evict
         self._quota, self._quotas = settings.tenant_bytes, dict(settings.tenant_quotas)
         self.used: Counter[int] = Counter()  # by id of the namespace

@@ -74,7 +74,7 @@ class Writer:
         self._carriers: set[asyncio.Task[None]] = set()  # one for each batch under way
         self._ended = asyncio.Event()  # set, and replaced, with the end of each batch
         self.tickets = TicketDesk(lambda namespace: spaces.of(namespace).namespace.tenant)
-        self.room = Room(index, disk, spaces, settings, self._evict)
+        self.room = Room(index, disk, spaces, settings, self._evict, host.is_loose)
         self._choice = Choice(index, arena, host, disk, self._dirty, self.room, counters, self.lost)
         self._blame = Blame(
             self._dirty, self._marks, host, self._choice, counters, self.settle_lost, self._wake

@@ -65,12 +65,12 @@ class Churn(Bench):
 @in_loop
 async def test_memory_is_flat_under_steady_churn(tmp_path):
     """By counts of objects and their sizes, not by what the process takes."""
-    async with Churn(tmp_path, ghost_bytes=64 << 10) as it:
+    async with Churn(tmp_path, ghost_bytes=16 << 10) as it:
         it.store._writer.tickets = TicketDesk(remembered=64)
         before, bytes_before = await it.turns(range(60))  # the disk holds some 50
         after, bytes_after = await it.turns(range(60, 130))
         assert grown(before, after) == {}
-        assert bytes_after < bytes_before * 1.05
+        assert bytes_after < bytes_before * 1.25  # one table may double once; a leak of tickets was a megabyte
 
 
 async def failing_turns(it: Bench, seeds) -> Counter[str]:
