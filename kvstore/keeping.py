@@ -31,11 +31,11 @@ class Keeping:
     def __init__(
         self,
         settings: StoreSettings,
+        disk: DiskTier,
         index: PrefixIndex,
         spaces: SpaceTable,
         leases: LeaseTable,
         host: HostTier,
-        disk: DiskTier,
         writer: Writer,
         admission: Admission,
         counters: Counter[str],

@@ -80,8 +80,9 @@ class Store:
         self._writer = Writer(
             self._index, arena, self._host, disk, self._spaces, self.counters, settings, self.supervisor
         )
-        of = self._index, self._spaces, self._leases, arena, disk, self._writer, self.counters
-        self.registry = Registry(*of)
+        self.registry = Registry(
+            self._index, self._spaces, self._leases, arena, disk, self._writer, self.counters
+        )
         departures = Departures(self._index, self._ghosts, observer, self.time)
         self._writer.on_left = departures.left
         self._host.on_lost = self._writer.lost
@@ -90,34 +91,14 @@ class Store:
         self._admission = Admission(
             self._index, arena, self._host, self._ghosts, self._writer, self.counters, settings.admit
         )
+        tiers = self._host, self._writer, self._admission, self.counters, self.time
         self._reserver = Reserver(
-            self._index,
-            self._ghosts,
-            arena,
-            self._leases,
-            self._host,
-            self._writer,
-            self._admission,
-            self.counters,
-            self.time,
-            quota_bytes=self._quota_bytes,
+            self._index, self._ghosts, arena, self._leases, *tiers, quota_bytes=self._quota_bytes
         )
         # Readers hold half of the arena; half of the rest is what they may be apart.
         self._readers = ReaderGroups(self._quota_bytes // 2, self._host.notify_room, self.counters)
-        self.keeping = Keeping(
-            settings,
-            self._index,
-            self._spaces,
-            self._leases,
-            self._host,
-            disk,
-            self._writer,
-            self._admission,
-            self.counters,
-            self.time,
-            self.registry,
-            self._expire,
-        )
+        tables = self._index, self._spaces, self._leases, *tiers
+        self.keeping = Keeping(settings, disk, *tables, self.registry, self._expire)
         self._closing = False
 
     @classmethod
