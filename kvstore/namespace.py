@@ -25,7 +25,7 @@ RopeLayout = Literal["interleaved", "halves"]
 class Namespace:
     """Everything on which the bytes of a block depend besides its tokens.
 
-    ``revision`` is by default a fingerprint sampled from the weights; ``rope`` the
+    ``revision`` is by default a fingerprint of all of the weights; ``rope`` the
     canonical JSON of the rope parameters; ``numerics`` is empty except in exact mode.
     """
 

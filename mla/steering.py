@@ -60,23 +60,18 @@ def _refuse_methods(where: str, module: nn.Module) -> None:
     own = vars(module)
     if (hook := own.get("_hf_hook")) is not None and not _moves(hook):
         raise Unsupported(f"{where} has accelerate's hook {_name(hook)}, which may change numbers: {_ADVICE}")
-    for name in own.keys() & _method_names(type(module)):
-        value = own[name]
-        if callable(value) and not _is_ours(value) and not (name == "forward" and _is_moving(own)):
+    for name, value in own.items():
+        if not callable(value) or not _is_method(type(module), name):
+            continue
+        if not _is_ours(value) and not (name == "forward" and _is_moving(own)):
             raise Unsupported(
                 f"{where} has a {name} of its own, {_name(value)}, in place of its class's; what it computes"
                 f" is not in the weights' name: {_ADVICE}"
             )
 
 
-def _method_names(kind: type) -> set[str]:
-    return {
-        name
-        for base in kind.__mro__
-        if base is not object
-        for name, value in vars(base).items()
-        if isinstance(value, FunctionType)
-    }
+def _is_method(kind: type, name: str) -> bool:
+    return any(isinstance(vars(base).get(name), FunctionType) for base in kind.__mro__)
 
 
 def _refuse_dropout(where: str, module: nn.Module) -> None:

@@ -25,7 +25,6 @@ ROW_WORDS = 1 << 15
 SUM_BYTES = 32
 _THREADS_FROM = 64 << 20  # bytes in a CPU's memory
 _WORD = 8
-_LOW_HALF = (1 << 32) - 1
 _SEED = 0x6C6174656E746B76
 
 
@@ -65,18 +64,18 @@ def _all_sums(tensors: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def _sums(tensor: Tensor) -> Tensor:
-    words = min(ROW_WORDS, -(-size_of(tensor) // _WORD))
-    whole, upper, half = torch.zeros((3, max(words, 1)), dtype=torch.int64, device=tensor.device)
+    words = max(1, min(ROW_WORDS, -(-size_of(tensor) // _WORD)))
+    sums = torch.zeros((2, words), dtype=torch.int64, device=tensor.device)
+    half = torch.empty(words, dtype=torch.int64, device=tensor.device)
+    whole, upper = sums
     rows = -(-size_of(tensor) // (ROW_WORDS * _WORD))
     for row, (first, second) in zip(_rows(tensor), _row_keys(rows), strict=True):
         length = row.numel()
         whole[:length].add_(row, alpha=first)
         torch.bitwise_right_shift(row, 32, out=half[:length])
         upper[:length].add_(half[:length], alpha=second)
-    columns = _column_keys(tensor.device)[:, : whole.numel()]
-    halves = torch.stack((whole & _LOW_HALF, whole >> 32, upper & _LOW_HALF, upper >> 32))
-    both = (halves[None] * columns.view(2, 4, -1)).sum(dim=-1)  # [2, 4]
-    return torch.cat((both[:, :2].sum(dim=-1), both[:, 2:].sum(dim=-1)))
+    halves = sums.view(torch.int32).to(torch.int64)
+    return (halves * _column_keys(tensor.device)[..., : 2 * words]).sum(dim=-1).flatten()
 
 
 def _rows(tensor: Tensor) -> Iterator[Tensor]:
@@ -136,9 +135,9 @@ def _row_keys(rows: int) -> Iterator[tuple[int, int]]:
 
 @cache
 def _column_keys(device: torch.device) -> Tensor:
-    """``[8, ROW_WORDS]``: two sums over four halves."""
+    """``[2, 2, 2 * ROW_WORDS]``: two sums over the halves of both accumulators."""
     keys = _mix(np.arange(8 * ROW_WORDS, dtype=np.uint64) + np.uint64(1 << 63))
-    return torch.from_numpy(keys.reshape(8, -1)).to(device)
+    return torch.from_numpy(keys.reshape(2, 2, -1)).to(device)
 
 
 def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
