@@ -6,15 +6,12 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from kvstore.errors import NamespaceUnknown
 from kvstore.namespace import Namespace
 
 REMEMBERED = 4096  # namespaces of one caller: trainers open one a step
-
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
 
 
 class Opened:
@@ -48,19 +45,17 @@ class Opener(Protocol):
         """See ``kvstore.api.KVStore``."""
 
 
-Face = TypeVar("Face", bound=Opener)
+Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
-def reopening(
-    verb: Callable[Concatenate[Face, bytes, Args], Result],
-) -> Callable[Concatenate[Face, bytes, Args], Result]:
+def reopening(verb: Verb) -> Verb:
     """A verb that opens its namespace again, once, when the store does not know it any more.
 
     A store with another data directory gives another digest; then the namespace stays unknown.
     """
 
     @functools.wraps(verb)
-    def call(face: Face, namespace: bytes, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+    def call(face: Opener, namespace: bytes, *args: Any, **kwargs: Any) -> Any:
         try:
             return verb(face, namespace, *args, **kwargs)
         except NamespaceUnknown:
@@ -69,4 +64,4 @@ def reopening(
                 raise
         return verb(face, namespace, *args, **kwargs)
 
-    return call
+    return cast(Verb, call)
