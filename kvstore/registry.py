@@ -192,6 +192,7 @@ class Registry:
         for space in retiring:
             self._spaces.epochs.forget(space.id)
             self._writer.room.used.pop(space.id, None)
+            self._writer.tickets.close_namespace(space.id)
         self._counters["retired_namespaces"] += len(retiring)
         for size in {space.block_bytes for space in retiring}:
             await self._drop_size(size)

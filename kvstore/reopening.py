@@ -13,8 +13,6 @@ from kvstore.namespace import Namespace
 
 REMEMBERED = 4096  # namespaces of one caller: trainers open one a step
 
-Verb = TypeVar("Verb", bound=Callable[..., Any])
-
 
 class Opened:
     """The namespaces that a caller has opened lately, by digest. Thread-safe."""
@@ -45,6 +43,9 @@ class Opener(Protocol):
 
     def open_namespace(self, namespace: Namespace) -> bytes:
         """See ``kvstore.api.KVStore``."""
+
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
 def reopening(verb: Verb) -> Verb:

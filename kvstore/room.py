@@ -66,7 +66,7 @@ class Room:
         """Evict what is too much: the disk, or a tenant, may have been given fewer bytes."""
         for tenant in {space.namespace.tenant for space in self._spaces}:
             if quota := self._quota_of(tenant):
-                self._make_for(self._ids_of(tenant), quota)
+                self._make_for(self._spaces.allowances.ids_of(tenant), quota)
         self._free(self.used_bytes - self._disk.capacity_bytes)
 
     def make(self, block_bytes: int, nbytes: int) -> bool:
@@ -112,7 +112,7 @@ class Room:
         beyond: list[int] = []
         for tenant, own in mine.items():
             if quota := self._quota_of(tenant):
-                ids = self._ids_of(tenant)
+                ids = self._spaces.allowances.ids_of(tenant)
                 free = quota - self.need(row for row in under_way if self._index.namespace[row] in ids)
                 # What is more than the whole quota would evict in vain.
                 fits = self._first(own, free)
@@ -140,6 +140,3 @@ class Room:
 
     def _quota_of(self, tenant: str) -> int:
         return self._quotas.get(tenant, self._quota)
-
-    def _ids_of(self, tenant: str) -> set[int]:
-        return {space.id for space in self._spaces if space.namespace.tenant == tenant}
