@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import grpc
 from google.protobuf import descriptor_pool
@@ -20,7 +20,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from kvstore import wire
-from kvstore.errors import DeadlineExceeded, InvalidArgument, KVStoreError
+from kvstore.errors import DeadlineExceeded, InvalidArgument, KVStoreError, LimitReached
 from server.access import caller_or_nobody
 from server.credentials import DEFAULT_DOMAIN, Caller
 from server.interception import Wrapping
@@ -105,14 +105,27 @@ class Decoding(Wrapping):
             try:
                 with self._received(verb) as reception:
                     requests = Requests(verb, context, reception)
-                    request = requests if handler.request_streaming else await requests.only()
-                    return await _answered(behind(request, context), context)
-            except KVStoreError as error:  # of the request: a service answers what it raises itself
-                who = caller_or_nobody()
-                tally = self._tallies[DEFAULT_DOMAIN if who is None else who.domain]
-                await refuse(tally, verb.name, context, error)
+                    return await self._served(behind, requests, context, single=not handler.request_streaming)
+            except LimitReached as error:
+                await self._refuse(verb.name, context, error)
+            except grpc.aio.AbortError as aborted:
+                # gRPC keeps it with the call, which its frames hold, and the request with it: only a
+                # collection would free them, and there may be much refused until then.
+                raise aborted.with_traceback(None) from None
 
         return answer
+
+    async def _served(self, behind: Any, requests: Requests, context: Context, *, single: bool) -> Any:
+        try:
+            request = await requests.only() if single else requests
+            return await _answered(behind(request, context), context)
+        except KVStoreError as error:  # of the request: a service answers what it raises itself
+            await self._refuse(requests.verb, context, error)
+
+    async def _refuse(self, verb: str, context: Context, error: KVStoreError) -> NoReturn:
+        who = caller_or_nobody()
+        tally = self._tallies[DEFAULT_DOMAIN if who is None else who.domain]
+        await refuse(tally, verb, context, error)
 
     @contextmanager
     def _received(self, verb: _Verb) -> Iterator[Reception]:
@@ -139,6 +152,11 @@ class Requests:
         self._context = context
         self._reception = reception
         self._begun = False
+
+    @property
+    def verb(self) -> str:
+        """What is called."""
+        return self._verb.name
 
     def __aiter__(self) -> Self:
         return self

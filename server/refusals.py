@@ -20,6 +20,7 @@ _refusals = Occasional(log)  # kinds are statuses: a peer chooses neither them n
 
 async def refuse(tally: Tally, verb: str, context: Context, failure: KVStoreError) -> NoReturn:
     """End the call with the failure's status."""
+    failure.__traceback__ = failure.__context__ = None  # their frames hold the request, and one holds it
     code, details, trailing = wire.status_of_error(failure)
     tally.answered(verb, code.name)
     said = {"verb": verb, "status": code.name, "error": type(failure).__name__}

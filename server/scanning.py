@@ -14,8 +14,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from kvstore import wire
 from kvstore.errors import InvalidArgument
 
-SMALL_BYTES = 1024  # a message that cannot become much
-MAX_FIELDS = 4 * wire.MAX_HASHES  # in one message, with those in its parts
+SMALL_BYTES = 1 << 16  # a message that cannot become much
+MAX_FIELDS = 1 << 16  # in a larger one, with those of its parts: units for four million tokens at the least
 MAX_PACKED_BYTES = 5 * wire.MAX_HASHES  # of numbers side by side, each at its longest
 MAX_UNKNOWN = 64  # fields of a newer proto
 _PART_BYTES = 64  # a shorter part of a message is not looked into
