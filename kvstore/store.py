@@ -151,13 +151,14 @@ class Store:
     async def open_namespace(self, namespace: Namespace) -> bytes:
         """Register a namespace; its digest is the key of its hash chains.
 
-        Raises ``CapacityTooSmall``, ``InvalidArgument`` when the interval of units does not fit
-        its blocks, and ``DiskError`` when a new one cannot be catalogued.
+        Raises ``CapacityTooSmall``, ``InvalidArgument`` when it has a name that is not seen as it is or the
+        interval of units does not fit its blocks, and ``DiskError`` when a new one cannot be catalogued.
         """
         self._accepting()
         known = self._spaces.find(namespace)
         if known is not None:
             return known.digest
+        namespace.require_showable()  # those of an older catalogue stay as they are
         check_interval(self.settings.interval, namespace.layout.block_tokens)
         self._spaces.fit(namespace.layout)
         number, digest = await self._writer.record(self._disk.add_namespace, namespace)
