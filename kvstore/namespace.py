@@ -50,6 +50,12 @@ class Namespace:
     def _text(self, name: str) -> object:
         return object.__getattribute__(self, name)
 
+    def require_showable(self) -> None:
+        """Raises ``InvalidArgument`` for a name that people or terminals would read as something else."""
+        for field in fields(self):
+            if field.name != "layout":
+                require_showable(field.name, str(self._text(field.name)))
+
     def to_json(self) -> str:
         """Canonical form: equal namespaces, and only they, have equal text."""
         raw = {f.name: self._text(f.name) for f in fields(self) if f.name != "layout"}
@@ -76,4 +82,8 @@ class Namespace:
 def _require_text(name: str, value: object) -> None:
     if not isinstance(value, str) or len(value) > 4096:
         raise InvalidArgument(f"{name}={str(value)[:80]!r} is no text of at most 4096 characters")
-    require_showable(name, value)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(f"{name}={value[:80]!r} is no text in UTF-8 ({error.reason})") from None

@@ -165,9 +165,12 @@ class Store:
         """Register a namespace; its digest is the key of its hash chains.
 
         It counts for its tenant's share, and that of the caller named ``opener``. Raises ``DiskError``,
-        ``CapacityTooSmall``, ``NamespaceLimit``, and ``InvalidArgument`` for what does not fit its blocks.
+        ``CapacityTooSmall``, ``NamespaceLimit``, and ``InvalidArgument`` for what does not fit its blocks or
+        has a name that is not seen as it is.
         """
         self._accepting()
+        if self._spaces.find(namespace) is None:
+            namespace.require_showable()  # those of an older catalogue stay as they are
         check_interval(self.settings.interval, namespace.layout.block_tokens)
         return (await self.registry.open(namespace, opener)).digest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tomllib
 import urllib.request
@@ -12,8 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
+import kvstore
+from kvstore.embedded import Embedded
 from kvstore.errors import InvalidArgument
 from kvstore.namespace import Namespace
+from kvstore.settings import StoreSettings
 from kvstore.showing import escaped, field, shown
 from server.cli import app
 from tests.server.conftest import SMALL, DaemonProcess, Document, Fleet, document, flag_maker, page_of
@@ -149,13 +153,23 @@ def test_settings_show_each_name_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("part", ["tenant", "model", "revision", "adapter", "salt", "rope", "numerics"])
-@pytest.mark.parametrize("kind", UNSEEN)
-def test_what_is_not_seen_as_itself_is_refused_where_it_comes_in(part: str, kind: str) -> None:
-    with pytest.raises(InvalidArgument, match=rf"{part}=.* holds U\+[0-9A-F]+") as refused:
-        Namespace(SMALL, **{part: UNSEEN[kind]})
-    assert str(refused.value).isprintable()
-    raw = json.loads(Namespace(SMALL).to_json()) | {part: UNSEEN[kind]}
-    with pytest.raises(InvalidArgument, match=f"{part}="):
+def test_what_is_not_seen_as_itself_is_refused_where_it_comes_in(
+    part: str, told: tuple[DaemonProcess, dict[str, Document]], tmp_path: Path
+) -> None:
+    settings = StoreSettings(tmp_path, host_bytes=1 << 20, disk_bytes=16 << 20)
+    with contextlib.closing(kvstore.connect(told[0].url)) as client, Embedded(settings) as embedded:
+        for kind, text in UNSEEN.items():
+            for store in (client, embedded):
+                with pytest.raises(InvalidArgument, match=f"{part}=") as refused:
+                    store.open_namespace(Namespace(SMALL, **{part: text}))
+                assert str(refused.value).isprintable(), kind
+        assert embedded.status().namespaces == 0
+
+
+@pytest.mark.parametrize("part", ["tenant", "model", "salt"])
+def test_what_utf8_cannot_say_is_in_no_namespace(part: str) -> None:
+    raw = json.loads(Namespace(SMALL).to_json()) | {part: "a\ud800b"}
+    with pytest.raises(InvalidArgument, match=f"{part}=.* is no text in UTF-8"):
         Namespace.from_json(json.dumps(raw))
 
 

@@ -64,6 +64,7 @@ DATA = ["--data", "{}/data"]
 LISTEN = ["--listen", "unix://{}/kv.sock"]
 BOTH = [*DATA, *LISTEN]
 MOVE = "move it away"
+JUNK = written("data/catalog/data.mdb", "x")
 FIVE = written("c.toml", "data=5")
 REFUSALS = {
     "a file in place of the directory": Refusal(BOTH, ["{}/data: File exists", MOVE], written("data")),
@@ -77,7 +78,7 @@ REFUSALS = {
     "a catalogue that is none": Refusal(
         BOTH,
         ["{}/data/catalog: MDB_INVALID", "remove it to start empty"],
-        written("data/catalog/data.mdb"),
+        JUNK,
     ),
     "a file in place of the catalogue": Refusal(
         BOTH, ["{}/data/catalog: File exists", MOVE], written("data/catalog")
