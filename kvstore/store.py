@@ -37,7 +37,6 @@ from kvstore.observer import Observer, Unobserved
 from kvstore.payloads import OpenPayloads
 from kvstore.prefix_index import NONE, PrefixIndex, Walk
 from kvstore.readers import ReaderGroups
-from kvstore.registry import Registry
 from kvstore.reserving import Reserved, Reserver
 from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
@@ -70,16 +69,13 @@ class Store:
         self.time = StoreTime(clock or Clock(), self.counters)
         self._index = PrefixIndex()
         self._ghosts = GhostList(settings.ghost_bytes)
-        allowances = Allowances(settings.tenant_namespaces, settings.tenant_block_sizes)
-        self._spaces = SpaceTable(disk, arena, allowances)
+        self._spaces = SpaceTable(disk, arena, Allowances.of(settings))
         self._matcher = Matcher(self._index, self._ghosts, policy=settings.policy, interval=settings.interval)
         self._leases = LeaseTable(self._index, arena, seconds=settings.lease_seconds)
         self._host = HostTier(self._index, arena, disk, self._spaces, self.counters)
         self._writer = Writer(
             self._index, arena, self._host, disk, self._spaces, self.counters, settings=settings
         )
-        of = self._index, self._spaces, self._leases, arena, disk, self._writer, self.counters
-        self.registry = Registry(*of)
         departures = Departures(self._index, self._ghosts, observer, self.time)
         self._writer.on_left = departures.left
         self._host.on_lost = self._writer.settle_lost
@@ -113,7 +109,7 @@ class Store:
             self._admission,
             self.counters,
             self.time,
-            self.registry,
+            arena,
             self._expire,
         )
         self._clocks: list[asyncio.Task[None]] = []
@@ -178,7 +174,7 @@ class Store:
         """
         self._accepting()
         check_interval(self.settings.interval, namespace.layout.block_tokens)
-        return (await self.registry.open(namespace, opener)).digest
+        return (await self.keeping.registry.open(namespace, opener)).digest
 
     def space(self, namespace: bytes) -> Space:
         """The open namespace with this digest. Raises ``NamespaceUnknown``."""
