@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import NamespaceLimit
 from kvstore.namespace import Namespace
+from kvstore.settings import StoreSettings
 
 MAX_NAMESPACES = 65536
 MAX_BLOCK_SIZES = 64  # each has files, maps and slots of its own
@@ -65,6 +66,11 @@ class Allowances:
         self.all = Share(None, MAX_NAMESPACES, MAX_BLOCK_SIZES)
         self._shares: dict[Whose, Share] = {}
         self._of: dict[int, list[Share]] = {}  # by id of the namespace
+
+    @classmethod
+    def of(cls, settings: StoreSettings) -> Allowances:
+        """As a store's settings say."""
+        return cls(settings.tenant_namespaces, settings.tenant_block_sizes)
 
     def shares(self, tenant: str, opener: str | None) -> list[Share]:
         """Those that a namespace of this tenant counts for, the narrowest first. After an await ask anew."""

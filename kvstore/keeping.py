@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvstore.admission import Admission
+from kvstore.arena import Arena
 from kvstore.catalog import Catalog
 from kvstore.clock import WATCH_SECONDS, StoreTime
 from kvstore.curation import Curator
@@ -40,13 +41,13 @@ class Keeping:
         admission: Admission,
         counters: Counter[str],
         time: StoreTime,
-        registry: Registry,
+        arena: Arena,
         end_lease: Callable[[Lease], None],
     ) -> None:
         self._writer = writer
         self._disk = disk
         self._time = time
-        self._registry = registry
+        self.registry = Registry(index, spaces, leases, arena, disk, writer, counters)
         self._expiry = Expiry(
             index, writer, counters, ttl=settings.ttl_seconds, max_age=settings.max_age_seconds
         )
@@ -70,7 +71,7 @@ class Keeping:
             await asyncio.sleep(self._expiry.tick)
             await self._expire(self._time.now())
             with contextlib.suppress(DiskError):  # tried again
-                await self._registry.retire_idle()
+                await self.registry.retire_idle()
 
     async def watch_clock(self) -> None:
         """Notice steps of the wall clock, for ever, and note how far the store's time is from it."""

@@ -37,7 +37,6 @@ from kvstore.observer import Observer, Unobserved
 from kvstore.payloads import OpenPayloads
 from kvstore.prefix_index import NONE, PrefixIndex, Walk
 from kvstore.readers import ReaderGroups
-from kvstore.registry import Registry
 from kvstore.reserving import Reserved, Reserver
 from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
@@ -71,17 +70,13 @@ class Store:
         self.time = StoreTime(clock or Clock(), self.counters)
         self._index = PrefixIndex()
         self._ghosts = GhostList(settings.ghost_bytes)
-        allowances = Allowances(settings.tenant_namespaces, settings.tenant_block_sizes)
-        self._spaces = SpaceTable(disk, arena, allowances)
+        self._spaces = SpaceTable(disk, arena, Allowances.of(settings))
         self._matcher = Matcher(self._index, self._ghosts, policy=settings.policy, interval=settings.interval)
         self._leases = LeaseTable(self._index, arena, seconds=settings.lease_seconds)
         self._host = HostTier(self._index, arena, disk, self._spaces, self.counters)
         self.supervisor = Supervisor(self.counters)
         self._writer = Writer(
             self._index, arena, self._host, disk, self._spaces, self.counters, settings, self.supervisor
-        )
-        self.registry = Registry(
-            self._index, self._spaces, self._leases, arena, disk, self._writer, self.counters
         )
         departures = Departures(self._index, self._ghosts, observer, self.time)
         self._writer.on_left = departures.left
@@ -98,7 +93,7 @@ class Store:
         # Readers hold half of the arena; half of the rest is what they may be apart.
         self._readers = ReaderGroups(self._quota_bytes // 2, self._host.notify_room, self.counters)
         tables = self._index, self._spaces, self._leases, *tiers
-        self.keeping = Keeping(settings, disk, *tables, self.registry, self._expire)
+        self.keeping = Keeping(settings, disk, *tables, arena, self._expire)
         self._closing = False
 
     @classmethod
@@ -172,7 +167,7 @@ class Store:
         if self._spaces.find(namespace) is None:
             namespace.require_showable()  # those of an older catalogue stay as they are
         check_interval(self.settings.interval, namespace.layout.block_tokens)
-        return (await self.registry.open(namespace, opener)).digest
+        return (await self.keeping.registry.open(namespace, opener)).digest
 
     def space(self, namespace: bytes) -> Space:
         """The open namespace with this digest. Raises ``NamespaceUnknown``."""

@@ -79,7 +79,7 @@ class OperatorService:
     @answered
     async def Namespaces(self, request: pb.NamespacesRequest, context: Context) -> pb.NamespacesResponse:
         """The open namespaces and the keys of their chains, as many as go into an answer."""
-        spaces = self._store.registry.page(request.after, PAGE_BYTES)
+        spaces = self._store.keeping.registry.page(request.after, PAGE_BYTES)
         named = [
             pb.OpenNamespace(namespace_json=space.namespace.to_json(), digest=space.digest)
             for space in spaces

@@ -60,7 +60,7 @@ def sized(size: int, tenant: str = "default", salt: str = "") -> Namespace:
 
 
 def retire(store, idle_seconds: float = 0.0) -> int:
-    return store._run(store._store.registry.retire_idle(idle_seconds))
+    return store._run(store._store.keeping.registry.retire_idle(idle_seconds))
 
 
 def catalogued(path) -> int:
@@ -112,7 +112,7 @@ def test_whoever_comes_back_to_a_retired_namespace_notices_nothing(tmp_path):
 @in_loop
 async def test_what_holds_something_or_is_in_use_stays(tmp_path):
     async with Bench(tmp_path) as it:
-        store, retire_idle = it.store, it.store.registry.retire_idle
+        store, retire_idle = it.store, it.store.keeping.registry.retire_idle
         lease = store.reserve(it.worker, it.namespace, ROOT, [], 0).lease
         assert await retire_idle(0) == 0  # a lease
         store.release(it.worker, lease)
@@ -144,7 +144,7 @@ async def test_what_left_a_namespace_is_off_the_disk_before_its_record_goes(tmp_
         it.faults.free_gate.clear()
         expiring = asyncio.ensure_future(it.store.keeping.expire(it.store.time.now() + 2 * DAY))
         await asyncio.to_thread(it.faults.free_gate.await_arrivals, 1, 30)
-        retiring = await asked(it.store.registry.retire_idle(0))
+        retiring = await asked(it.store.keeping.registry.retire_idle(0))
         assert it.store.status().namespaces == 1
         it.faults.free_gate.set()
         assert (await expiring, await retiring) == (4, 1)
@@ -158,7 +158,7 @@ async def test_one_that_is_used_while_it_is_about_to_be_retired_stays(tmp_path):
         it.faults.write_gate.clear()
         it.store._writer.hurry()
         await asyncio.to_thread(it.faults.write_gate.await_arrivals, 1, 30)
-        retiring = await asked(it.store.registry.retire_idle(0))  # waits for the batch
+        retiring = await asked(it.store.keeping.registry.retire_idle(0))  # waits for the batch
         it.match([])
         it.faults.write_gate.set()
         assert await retiring == 0
@@ -170,7 +170,7 @@ async def test_one_that_is_opened_while_its_record_goes_is_a_new_one(tmp_path):
     async with Bench(tmp_path) as it:
         before = it.store.space(it.namespace)
         async with catalogue_busy(it):
-            retiring = await asked(it.store.registry.retire_idle(0))
+            retiring = await asked(it.store.keeping.registry.retire_idle(0))
             with pytest.raises(NamespaceUnknown):
                 it.store.space(it.namespace)
             opening = [await asked(it.store.open_namespace(before.namespace)) for _ in range(3)]
@@ -195,7 +195,7 @@ async def test_one_whose_record_cannot_go_stays_open(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(it.store._disk, "drop_namespaces", fail)
             with pytest.raises(DiskError):
-                await it.store.registry.retire_idle(0)
+                await it.store.keeping.registry.retire_idle(0)
         assert await it.store.durable(await it.put(it.hashes(1, 2)))
         assert it.hit(it.hashes(1, 2)) == 2
 
@@ -275,7 +275,7 @@ async def train(store: Store, first: int, steps: int, alive: int) -> int:
         await store.open_namespace(step(number))
         most = max(most, len(store._spaces))
         if number % alive == alive - 1:
-            await store.registry.retire_idle(0)
+            await store.keeping.registry.retire_idle(0)
     return most
 
 
@@ -458,7 +458,7 @@ def test_pages_are_bounded_in_bytes_and_have_all(tmp_path):
     with open_store(tmp_path) as store:
         for number in range(50):
             store.open_namespace(step(number))
-        registry, seen, after = store._store.registry, [], 0
+        registry, seen, after = store._store.keeping.registry, [], 0
         while page := registry.page(after, 1000):
             assert 1 <= len(page) <= 5
             seen += [space.namespace for space in page]
