@@ -25,6 +25,6 @@ class Departures:
         if unit is not None:
             self._observer.unit_left(why, now - unit.created, unit.hits)
 
-    def setback(self, block: bytes, why: Setback) -> None:
+    def set_back(self, block: bytes, why: Setback) -> None:
         """A block that was to be stored did not get as far."""
         self._ghosts.leave(block, Gone(why, time.time()))

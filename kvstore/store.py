@@ -71,7 +71,7 @@ class Store:
         departures = Departures(self._index, self._ghosts, observer)
         self._writer.on_left = departures.left
         self._host.on_lost = self._writer.lost
-        self._host.on_setback = departures.setback
+        self._host.on_setback = departures.set_back
         self._host.on_corrupt = self._writer.corrupt
         self._admission = Admission(
             self._index, arena, self._host, self._ghosts, self._writer, self.counters, settings.admit
