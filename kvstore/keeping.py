@@ -60,10 +60,14 @@ class Keeping:
         self._pins.restore(catalog)
 
     async def keep_uses(self) -> None:
-        """Write down which units were used, for ever; ``tend`` may wait for what leaves the disk."""
+        """Write down which units were used and end the pins that are over, for ever.
+
+        Not in ``tend``, which waits for what leaves the disk.
+        """
         while True:
             await asyncio.sleep(self._expiry.tick)
             self._writer.keep_uses()
+            await self._end_pins(self._time.now())
 
     async def tend(self) -> None:
         """Drop what expires, for ever."""
@@ -91,9 +95,12 @@ class Keeping:
         return await self._expire(self._time.of_wall(now))
 
     async def _expire(self, now: float) -> int:
+        await self._end_pins(now)
+        return await self._expiry.sweep(now)
+
+    async def _end_pins(self, now: float) -> None:
         with contextlib.suppress(DiskError):  # tried again
             await self._pins.expire(now)
-        return await self._expiry.sweep(now)
 
     def check(self) -> list[str]:
         """Violated invariants; empty when sound."""

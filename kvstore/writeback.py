@@ -348,6 +348,9 @@ class Writer:
             log.warning("event=payloads_not_listed reason=%s", error)
             self._counters["read_errors"] += 1
             self._blame.pause(self._blame.of_looking)
+        except BaseException:  # a defect: the batch fails, and the next one does not come by it
+            self._blame.pause(self._blame.of_looking)
+            raise
         else:
             self._blame.of_looking.over()
 

@@ -70,7 +70,7 @@ async def test_memory_is_flat_under_steady_churn(tmp_path):
         before, bytes_before = await it.turns(range(60))  # the disk holds some 50
         after, bytes_after = await it.turns(range(60, 130))
         assert grown(before, after) == {}
-        assert bytes_after < bytes_before * 1.25  # one table may double; tickets that leak take a megabyte
+        assert bytes_after < bytes_before * 1.25  # one table may double; tickets were a megabyte
 
 
 async def failing_turns(it: Bench, seeds) -> Counter[str]:

@@ -289,3 +289,17 @@ async def test_a_quota_evicts_once_for_all_that_is_needed(tmp_path):
         lease.close(returned=True)
         assert len(looks) <= 2 * (240 // 32 + 1)
         assert it.store.counters["quota_declined_blocks"] > 0
+
+
+@in_loop
+async def test_pins_end_while_nothing_can_leave_the_disk(tmp_path):
+    async with Pipes(tmp_path, ttl_seconds=1.0) as it:
+        kept, gone = it.hashes(1, 4), it.hashes(2, 4)
+        for hashes in (kept, gone):
+            assert await it.store.durable(await it.put(hashes))
+        it.faults.fail_frees = True
+        pin = await it.store.keeping.curator.pin(kept[-1].hex(), 1.0)
+        await until(lambda: it.store.counters["expired_blocks"] >= 4)  # waits for them to leave
+        await until(lambda: pin.handle not in it.store.keeping._pins._pins)
+        assert it.store.counters["write_failures"] > 0
+        it.faults.fail_frees = False
