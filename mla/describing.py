@@ -123,11 +123,7 @@ class _Writer:
                 self._tensor(_join(path, name), tensor)
         stock = isinstance(module, PreTrainedModel) and root(type(module).__module__) == "transformers"
         for name, value in own.items():
-            if (
-                name not in _MACHINERY
-                and name not in _BOOKKEEPING
-                and not (stock and _is_private(name, value))
-            ):
+            if name not in _UNTOLD and not (stock and _is_private(name, value)):
                 self.value(_join(path, name), value)
         for name, child in module._modules.items():
             if child is not None:
