@@ -42,7 +42,7 @@ MUST_BE_ZERO = (
     *("wrong_bytes", "lost_durable", "stuck_calls", "leaked_slots", "leaked_leases", "leaked_files"),
     *("leaked_rows", "violated", "deaths", "growing_memory"),
 )
-KILLED_UNTIL = 0.4  # of the time; from then on the daemon lives, but for what is left of the first round
+KILLED_UNTIL = 0.3  # of the time; from then on the daemon lives, but for what is left of the first round
 JUDGED_FROM = 0.5  # of the time; until then it may settle
 PAUSE_SECONDS = 0.25  # between two faults, at most
 

@@ -15,8 +15,14 @@ from typing import Self
 from kvstore.settings import MIB
 
 SAMPLE_SECONDS = 1.0
-SETTLING_BYTES = 12 * MIB
-ALLOWED_RATE = 16 * 1024.0
+# A daemon that is new grows for a while: its threads and the allocator take what they need at most, the more
+# of it the more kinds of faults it meets for the first time (up to 16 MiB were seen). So a short curve shows
+# no more than whether memory runs away.
+SETTLING_BYTES = 32 * MIB
+LONG_SECONDS = 180.0
+# Behind that it is flat but for peaks, which sway the slope over minutes by half of this. A soak makes
+# some fifty tickets a second: whatever remembers more than 300 bytes of each is found.
+ALLOWED_RATE = 16 * 1024.0  # bytes a second
 POINTS = 120  # that a slope is taken through, at most
 
 
@@ -58,7 +64,7 @@ class Curve:
     @property
     def allowed(self) -> float:
         """What it may go up without being called growing."""
-        return max(SETTLING_BYTES, ALLOWED_RATE * self.seconds)
+        return ALLOWED_RATE * self.seconds if self.seconds >= LONG_SECONDS else SETTLING_BYTES
 
     @property
     def grows(self) -> bool:

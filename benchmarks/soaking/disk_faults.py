@@ -24,9 +24,12 @@ def fill_disk(scene: Scene) -> None:
 
 
 def bad_places(scene: Scene) -> None:
-    """A range of each payload file can neither be written nor read: what comes is written elsewhere."""
+    """A range of each size's first slab can neither be written nor read: what comes is written elsewhere.
+
+    LMDB chooses its pages itself, so there such a disk is one that fails: ``fail_writes``.
+    """
     began, first = time.monotonic(), scene.rng.randrange(0, FILE_BYTES // 4, 4096)
-    scene.daemon.tell(bad_places=[[first, first + scene.rng.choice(BAD_BYTES)]])
+    scene.daemon.tell(bad_places=[["slab-8-0", first, first + scene.rng.choice(BAD_BYTES)]])
     scene.require_writing()
     scene.wait()
     scene.daemon.tell(bad_places=[])

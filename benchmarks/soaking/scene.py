@@ -205,7 +205,8 @@ class Scene:
                 if store_chain(self._client, key, hashes, nbytes=nbytes):
                     return
             time.sleep(0.1)
-        self.seen.stuck.append({"verb": "durable", "why": f"nothing new is, within {SETTLE_SECONDS:g} s"})
+        why = f"nothing new is, within {SETTLE_SECONDS:g} s"
+        self.seen.stuck.append({"verb": "durable", "why": why, "behind": self.seen.course[-4:]})
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:

@@ -39,6 +39,12 @@ def test_what_was_before_the_last_part_is_not_judged():
     assert not Curve.of(settling + settled, since=300.0).grows
 
 
+def test_a_short_curve_grows_only_if_it_runs_away():
+    settling = samples(RATES["growing"], seconds=60)
+    assert not Curve.of(settling, since=0.0).grows
+    assert Curve.of(samples(4 * RATES["growing"], seconds=60), since=0.0).grows
+
+
 def test_a_few_samples_do_not_grow():
     for count in range(3):
         assert not Curve.of(samples(RATES["growing"], seconds=count), since=0.0).grows
