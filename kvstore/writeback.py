@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from kvstore.arena import Arena
 from kvstore.blame import Blame
@@ -34,7 +35,6 @@ from kvstore.suspects import Suspects
 from kvstore.tickets import TicketDesk
 
 log = logging.getLogger(__name__)
-
 TASK = "writer"  # its name with the supervisor
 
 
@@ -64,9 +64,8 @@ class Writer:
         self._dirty = DirtyQueue(index, spaces)
         self._marks = UnitMarks(index, spaces)
         self._leaving = Leaving()  # gone from the index, not yet from the disk
-        self._suspects = Suspects(
-            index, host, spaces, self._pipeline, counters, lambda row: self.free(row, Departure.LOST)
-        )
+        lose = partial(self.free, why=Departure.LOST)
+        self._suspects = Suspects(index, host, spaces, self._pipeline, counters, lose)
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -76,9 +75,8 @@ class Writer:
         self.tickets = TicketDesk(lambda namespace: spaces.of(namespace).namespace.tenant)
         self.room = Room(index, disk, spaces, settings, self._evict, host.is_loose)
         self._choice = Choice(index, arena, host, disk, self._dirty, self.room, counters, self.lost)
-        self._blame = Blame(
-            self._dirty, self._marks, host, self._choice, counters, self.settle_lost, self._wake
-        )
+        queues = self._dirty, self._marks
+        self._blame = Blame(*queues, host, self._choice, counters, self.settle_lost, self._wake)
         self.on_left: Callable[[int, Departure], None] = lambda row, why: None  # a block leaves the store
 
     @property
@@ -150,10 +148,9 @@ class Writer:
 
     def unmark(self, row: int) -> None:
         """No unit ends at this row any more; its record leaves the disk behind."""
-        index = self._index
-        self._leaving.freed.append(Freed(index.hashes[row], self._space(row).block_bytes, None))
+        self._leaving.freed.append(Freed(self._index.hashes[row], self._space(row).block_bytes, None))
         self._marks.drop(row)
-        index.unmark(row)
+        self._index.unmark(row)
         self.tickets.settle(mark_of(row), durable=False)
         self._wake()
 
