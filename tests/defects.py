@@ -385,8 +385,8 @@ DEFECTS = (
     Defect(
         "entrance: a cache of any class is let in",
         "mla/entrance.py",
-        "    plain = type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)",
-        "    plain = True",
+        "plain = type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)",
+        "plain = True",
         "tests/mla/test_decoding.py",
     ),
     Defect(
