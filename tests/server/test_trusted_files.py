@@ -11,7 +11,7 @@ import pytest
 
 from server.config import ConfigError, load
 from server.credentials import CredentialFile, CredentialsError
-from server.tls import server_credentials
+from server.tls import Certificate
 from server.trusted_files import MAX_BYTES, UntrustedFile, read_trusted
 from tests.server.conftest import Fleet
 from tests.server.test_commands import latentkv
@@ -165,20 +165,20 @@ def test_a_tls_file_that_others_may_write_or_that_is_a_pipe(tmp_path: Path, sett
     named = settings(tmp_path, Authority.of(tmp_path / "authority"))
     Path(named[setting]).chmod(0o666)
     with pytest.raises(ConfigError, match=f"{setting}: .* may be written by others"):
-        server_credentials(load(named))
+        Certificate(load(named))
     Path(named[setting]).unlink()
     os.mkfifo(named[setting])
     with pytest.raises(ConfigError, match=f"{setting}: .* is no regular file"):
-        server_credentials(load(named))
+        Certificate(load(named))
 
 
 def test_a_key_that_all_may_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     named = settings(tmp_path, Authority.of(tmp_path / "authority"))
     Path(named["tls_key"]).chmod(0o640)
-    server_credentials(load(named))
+    Certificate(load(named))
     assert "tls_key_readable" not in caplog.text
     Path(named["tls_key"]).chmod(0o644)
-    server_credentials(load(named))
+    Certificate(load(named))
     assert f"event=tls_key_readable file={named['tls_key']}" in caplog.text
 
 

@@ -144,7 +144,7 @@ BAD_VALUES = [
 ]
 
 
-@pytest.mark.parametrize("options", BAD_VALUES, ids=str)
+@pytest.mark.parametrize("options", BAD_VALUES, ids=" ".join)
 def test_values_that_mean_nothing_are_refused_before_anything_is_computed(options, worker):
     counters = copy.copy(worker.session.counters)
     with pytest.raises(InvalidArgument):
