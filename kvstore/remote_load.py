@@ -113,9 +113,10 @@ class LoadCall:
         """Break the stream and end its threads."""
         self._call.cancel()
         self._requests.put(None)
-        while self._reader.is_alive():  # it may want to put what it has, and ends at the next
+        while not self._ended and self._reader.is_alive():  # it may want to put what it has, and then the end
             with contextlib.suppress(queue.Empty):
-                self._responses.get(timeout=_POLL_SECONDS)
+                item = self._responses.get(timeout=_POLL_SECONDS)
+                self._ended = item is None or isinstance(item, KVStoreError)
         with contextlib.suppress(queue.Full):
             self._responses.put_nowait(None)  # for whoever waits in another thread
 
