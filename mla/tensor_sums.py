@@ -25,6 +25,7 @@ ROW_WORDS = 1 << 15
 SUM_BYTES = 32
 _THREADS_FROM = 64 << 20  # bytes in a CPU's memory
 _WORD = 8
+_PIECE = 64 * ROW_WORDS * _WORD  # bytes
 _SEED = 0x6C6174656E746B76
 
 
@@ -67,13 +68,13 @@ def _sums(tensor: Tensor) -> Tensor:
     words = max(1, min(ROW_WORDS, -(-size_of(tensor) // _WORD)))
     sums = torch.zeros((2, words), dtype=torch.int64, device=tensor.device)
     half = torch.empty(words, dtype=torch.int64, device=tensor.device)
-    whole, upper = sums
+    full = (*sums, half)
     rows = -(-size_of(tensor) // (ROW_WORDS * _WORD))
     for row, (first, second) in zip(_rows(tensor), _row_keys(rows), strict=True):
-        length = row.numel()
-        whole[:length].add_(row, alpha=first)
-        torch.bitwise_right_shift(row, 32, out=half[:length])
-        upper[:length].add_(half[:length], alpha=second)
+        whole, upper, shifted = full if len(row) == words else (one[: len(row)] for one in full)
+        whole.add_(row, alpha=first)
+        torch.bitwise_right_shift(row, 32, out=shifted)
+        upper.add_(shifted, alpha=second)
     halves = sums.view(torch.int32).to(torch.int64)
     return (halves * _column_keys(tensor.device)[..., : 2 * words]).sum(dim=-1).flatten()
 
@@ -83,24 +84,25 @@ def _rows(tensor: Tensor) -> Iterator[Tensor]:
     step = ROW_WORDS * _WORD
     rest: Tensor | None = None
     for piece in _pieces(tensor):
-        data = piece if rest is None else torch.cat((rest, piece))
-        for start in range(0, len(data) - step + 1, step):
-            yield _words(data[start : start + step])
-        rest = data[len(data) - len(data) % step :]
+        data = piece if rest is None or not len(rest) else torch.cat((rest, piece))
+        whole = len(data) - len(data) % step
+        if whole:
+            yield from _words(data[:whole]).view(-1, ROW_WORDS).unbind()
+        rest = data[whole:]
     if rest is not None and len(rest):
         yield _words(rest)
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Flat bytes of a tensor, in its logical order."""
+    """Flat bytes of a tensor, in its logical order, some MiB at a time."""
     if not tensor.numel():
         return
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise _unnamed(tensor)
     if tensor.is_contiguous() or tensor.dim() == 0:
-        yield _bytes(tensor)
+        yield from torch.split(_bytes(tensor), _PIECE)
         return
-    for part in tensor:
+    for part in torch.split(tensor, max(1, _PIECE * len(tensor) // size_of(tensor))):
         yield _bytes(part.contiguous())
 
 

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 # What of the weights is read again before each request, though nothing says that it has changed.
 CHECKED_BYTES = 32 << 20
 CHECKED_SHARE = 16  # at least one part in so many
+_LEAST = 128 << 10  # bytes that a tensor counts for, since to look at it takes a while too
 _STOCK = ("torch", "transformers", "transformers_modules")  # packages whose modules a checkpoint fills
 _REPLACED = "base_layer"  # PEFT's name for the module that an adapter stands in place of
 
@@ -93,7 +94,7 @@ class _Sums:
                 return
             tensor = tensors[self._turn % len(tensors)]
             self._turn += 1
-            budget -= size_of(tensor)
+            budget -= max(size_of(tensor), _LEAST)
             yield tensor
 
 
