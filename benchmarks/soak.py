@@ -210,6 +210,7 @@ def _figures(runs: Sequence[_Run]) -> dict[str, Any]:
         "confirmed": sum(each.confirmed for each in seen),
         "looked_for": sum(each.checked for each in seen),
         "refused": dict(sum((each.refused for each in seen), Counter())),
+        "callers": dict(sum((each.callers for each in seen), Counter())),
         "wrong_bytes": sum(len(each.wrong) for each in seen),
         "lost_durable": sum(len(each.lost) for each in seen),
         "stuck_calls": sum(len(each.stuck) for each in seen),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from benchmarks.soaking import greedy, hostile
 from benchmarks.soaking.scene import STUCK_SECONDS, Scene
+
+Burst = partial[Counter[str]]
+"""What came back, and how often."""
 
 
 def hostile_calls(scene: Scene) -> None:
@@ -34,20 +38,21 @@ def greedy_tenant(scene: Scene) -> None:
     scene.require_writing()
 
 
-def _bursts(scene: Scene, *names: str) -> list[Callable[[], object]]:
+def _bursts(scene: Scene, *names: str) -> list[Burst]:
     victim = hostile.Victim(scene.daemon.url, scene.daemon.page)
     return [partial(hostile.BURSTS[name], victim) for name in names]
 
 
-def _beside(scene: Scene, bursts: Sequence[Callable[[], object]]) -> None:
+def _beside(scene: Scene, bursts: Sequence[Burst]) -> None:
     """All at once; meanwhile the daemon is asked whether it is well."""
     with ThreadPoolExecutor(len(bursts)) as pool:
         running = [pool.submit(burst) for burst in bursts]
         while not all(each.done() for each in running):
             _require_health(scene)
             scene.await_daemon()
-    for each in running:
-        each.result()
+    for burst, each in zip(bursts, running, strict=True):
+        name = burst.func.__name__
+        scene.seen.callers.update({f"{name}: {came}": count for came, count in each.result().items()})
 
 
 def _require_health(scene: Scene) -> None:

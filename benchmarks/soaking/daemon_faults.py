@@ -11,7 +11,16 @@ from benchmarks.soaking.scene import Scene
 OWED_AT_ONCE = 8  # documents that are looked for behind each restart
 HOUR = 3600.0
 STEPS = (-25 * HOUR, -2 * HOUR, 0.0, 2 * HOUR, 25 * HOUR)  # a day is what an unused block lives
-TASKS = ("leases", "uses", "expiry", "workers", "history", "handover")  # that run as long as it does
+TASKS = (
+    "leases",
+    "uses",
+    "expiry",
+    "clock",
+    "workers",
+    "history",
+    "handover",
+    "web",
+)  # run as long as it does
 
 
 def kill_daemon(scene: Scene) -> None:

@@ -42,6 +42,7 @@ class Seen:
     hit_blocks: int = 0
     confirmed: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    callers: Counter[str] = field(default_factory=Counter)  # what came back to those who mean harm
     wrong: list[Event] = field(default_factory=list)
     stuck: list[Event] = field(default_factory=list)
     lost: list[Event] = field(default_factory=list)

@@ -133,6 +133,7 @@ def test_a_short_soak_finds_nothing_and_says_what_it_did(tmp_path):
     assert result["faults_by_kind"].keys() == set(QUICK)
     assert result["hits"] > 0
     assert result["memory"]["slab"]["most"] > 0
+    assert any(each.startswith("half_handshakes") for each in result["callers"])
     assert [result[name] for name in soak.MUST_BE_ZERO] == [0] * len(soak.MUST_BE_ZERO)
 
 
