@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 Document = tuple[int, int]
 """A space and a number."""
@@ -22,8 +24,8 @@ class Ledger:
     """Confirmations and excuses. Thread-safe; times are monotonic seconds.
 
     A document is owed as far as each of its blocks was confirmed by whoever filled it, and until so
-    many bytes were stored behind it that it may have been evicted: half of the disk's capacity, since
-    what is least recently used goes first.
+    many bytes were stored or used behind it that it may have been evicted: half of the disk's capacity,
+    since what is least recently used goes first.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -32,6 +34,7 @@ class Ledger:
         self._entries: dict[Document, _Entry] = {}
         self._sure: dict[bytes, float] = {}  # block -> when it was confirmed
         self._stored = 0
+        self._used: dict[bytes, tuple[int, int]] = {}  # block -> bytes stored by all at its last use, its own
         self._damaged: dict[bytes, float] = {}  # block -> when
         self._spoilt: list[tuple[float, float]] = []
 
@@ -41,6 +44,11 @@ class Ledger:
             self._stored += nbytes
             for block in filled:
                 self._sure.pop(block, None)
+
+    def used(self, blocks: Sequence[bytes], nbytes: int) -> None:
+        """These blocks, each of so many bytes, were loaded: they stay before what was not."""
+        with self._lock:
+            self._used.update(dict.fromkeys(blocks, (self._stored, nbytes)))
 
     def confirmed(
         self, document: Document, hashes: Sequence[bytes], filled: Sequence[bytes], began: float, ended: float
@@ -73,10 +81,12 @@ class Ledger:
     def owed(self) -> dict[Document, int]:
         """Leading blocks that must be there of each document, the latest first."""
         with self._lock:
+            uses = sorted(self._used.values(), reverse=True)
+            marks, used = [-mark for mark, _ in uses], [0, *accumulate(nbytes for _, nbytes in uses)]
             live = [
                 (entry.mark, key, entry)
                 for key, entry in self._entries.items()
-                if self._stored - entry.mark <= self._horizon
+                if self._stored - entry.mark + used[bisect_right(marks, -entry.mark)] <= self._horizon
             ]
             live.sort(key=lambda item: item[0], reverse=True)
             owed = {key: self._whole(entry.hashes) for _, key, entry in live}

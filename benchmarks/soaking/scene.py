@@ -126,6 +126,8 @@ class Scene:
                 case "hit":
                     seen.hits += event["blocks"] > 0
                     seen.hit_blocks += event["blocks"]
+                    chain = self.chain((event["space"], event["document"]))
+                    self.ledger.used(chain[: event["blocks"]], SPACES[event["space"]].layout.block_bytes)
                 case "refused":
                     seen.refused[event["kind"]] += 1
                 case "wrong":
