@@ -151,6 +151,7 @@ class _MappedSource:
         self._wanted = wanted
         self._mapping = mapping
         self._release = release
+        self._whole = wanted.first >= wanted.count  # nothing more can be announced
 
     def receive(self, expected: int) -> list[Lent] | int:
         """See ``Source``."""
@@ -159,10 +160,12 @@ class _MappedSource:
         while not announced.offsets:
             response = _next_blocks(self._call, expected, wanted.count, deadline)
             if response.WhichOneof("kind") == "short":
+                self._whole = True
                 return int(response.short)
             announced = response.announced
             if announced.first != expected or len(announced.offsets) > wanted.count - expected:
                 raise Unheard(f"blocks {announced.first} on were announced, expected {expected} on")
+        self._whole = expected + len(announced.offsets) == wanted.count
         views = [self._mapping.view(offset, wanted.block_bytes) for offset in announced.offsets]
         return [Lent(view, readonly=True) for view in views]
 
@@ -171,12 +174,17 @@ class _MappedSource:
         self._call.send(load_returned(indices))
 
     def end(self, seen: Sequence[Lent], *, wait: bool) -> None:
-        """The daemon must know that the slots are free, or else never use them again."""
+        """The daemon must know that the slots are free, or else never use them again.
+
+        It keeps what it announced and did not get back, for instance what nobody has received, until Release.
+        """
         if wait and not seen:
             try:
                 self._call.finish(self._wanted.end_timeout)
                 self._call.cancel()
                 self._mapping.done()
+                if not self._whole:
+                    self._release()
                 return
             except KVStoreError as error:
                 log.warning("event=load_end_unheard reason=%s", error)

@@ -144,17 +144,16 @@ class KVStoreService:
         began = time.monotonic()
         with self._workers.loading(self._access.worker(start.worker), len(hashes)) as holder:
             stream = self._store.load(holder, space.digest, hashes, start.first, wire.readers_of(start))
-            whole = False
             try:
                 await context.write(pb.LoadResponse(lease=stream.lease))
                 if holder.mapped:
                     await announce_slots(stream, requests, context)
                 else:
                     await send_blocks(stream, context, self._read_seconds)
-                whole = True
             finally:
-                # A worker may die before its stream does; what was announced since is nobody's.
-                stream.close(returned=whole or self._workers.is_gone(holder))
+                # A worker may die before its stream does; what was announced since is nobody's. But that no
+                # more requests come says nothing of its slots: a stream that it breaks ends in the same way.
+                stream.close(returned=self._workers.is_gone(holder))
                 self._note_load(space, stream.outcome(start.counted), time.monotonic() - began)
 
     def _note_load(self, space: Space, outcome: Outcome, seconds: float) -> None:

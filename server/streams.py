@@ -54,7 +54,7 @@ async def write_within(seconds: float, response: Any, context: Context) -> None:
 async def announce_slots(
     stream: LoadStream, requests: AsyncIterator[pb.LoadRequest], context: Context
 ) -> None:
-    """Load for a worker that maps the arena; ends when it half-closes, done with all slots."""
+    """Load for a worker that maps the arena; ends when it half-closes."""
     announcing = asyncio.create_task(_announce(stream, context))
     crediting = asyncio.create_task(_credit(stream, requests))
     try:

@@ -135,7 +135,7 @@ def test_an_unexpected_failure_is_internal_counted_logged_and_costs_one_call(
     async def call() -> grpc.aio.AioRpcError:
         server = grpc.aio.server()
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(
-            BrokenService(None, None, tally, RequestRecord(0)), server
+            BrokenService(None, None, tally, RequestRecord(0), read_seconds=1.0), server
         )
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
