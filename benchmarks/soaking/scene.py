@@ -73,6 +73,7 @@ class Scene:
         self.asker = Requester(self._client, 0, rng, self._tell, Clock(self._tell))
         self.workers: list[WorkerProcess] = []
         self._replaced: list[WorkerProcess] = []  # whose children may live
+        self.killed: dict[str, float] = {}  # tasks of the daemon, and when
 
     def __enter__(self) -> Scene:
         try:
@@ -123,6 +124,7 @@ class Scene:
             match kind:
                 case "request":
                     seen.operations += 1
+                    self._use((event["space"], event["document"]))
                 case "hit":
                     seen.hits += event["blocks"] > 0
                     seen.hit_blocks += event["blocks"]
@@ -138,11 +140,14 @@ class Scene:
                 case "forked" if not event["returned"]:
                     seen.violated.append("a forked child did not live to come back from the store")
                 case "stored":
-                    nbytes = SPACES[event["space"]].layout.block_bytes * len(event["filled"])
-                    self.ledger.stored(_blocks(event["filled"]), nbytes)
+                    size = SPACES[event["space"]].layout.block_bytes
+                    self.ledger.stored(_blocks(event["filled"]), size)
                 case "sure":
                     seen.confirmed += 1
                     self._confirm(event)
+
+    def _use(self, document: Document) -> None:
+        self.ledger.used(self.chain(document), SPACES[document[0]].layout.block_bytes)
 
     def _confirm(self, event: Event) -> None:
         document = (event["space"], event["document"])
@@ -171,6 +176,7 @@ class Scene:
         for at, (document, blocks) in enumerate(owed):
             self._require(document, blocks)
             if at < loads:
+                self._use(document)
                 with contextlib.suppress(KVStoreError):
                     self.asker.load(*document, self.chain(document))
 
@@ -202,7 +208,7 @@ class Scene:
             with contextlib.suppress(KVStoreError):
                 key, nbytes = self._client.open_namespace(space), space.layout.block_bytes
                 hashes = block_hashes(key, tokens(next(self._seeds), NEW_BLOCKS))
-                self.ledger.stored(hashes, nbytes * len(hashes))
+                self.ledger.stored(hashes, nbytes)
                 if store_chain(self._client, key, hashes, nbytes=nbytes):
                     return
             time.sleep(0.1)
@@ -242,7 +248,8 @@ class Scene:
         """Start a daemon that has died; unless excused that is a failure."""
         if not self.daemon.alive:
             if not excused:
-                self.seen.deaths.append(f"the daemon died with {self.daemon.ended_by}")
+                why = f"the daemon died with {self.daemon.died_of}; its log ends with"
+                self.seen.deaths.append(f"{why} {self.daemon.last_words()!r}, behind {self.seen.course[-4:]}")
             self.daemon.start()
             self.await_daemon()
 
