@@ -86,7 +86,7 @@ class Churn:
         self._limit = int(FILL * min(disk.limit_bytes(layout.block_bytes) for layout in layouts))
 
     def _kind(self, layout: LatentLayout) -> _Kind:
-        namespace, _ = self._disk.add_namespace(Namespace(layout, model="benchmark"))
+        namespace = self._disk.add_namespace(Namespace(layout, model="benchmark")).number
         memory = [
             Run.fresh(self._disk.lead, layout.block_bytes)
             for _ in range(self._disk.batch_blocks(layout.block_bytes))

@@ -107,9 +107,12 @@ class MeteredStore:
         first: int = 0,
         timeout: float = 60.0,
         readers: Readers | None = None,
+        counted: int = 0,
     ) -> MeteredLoad:
         start = time.perf_counter()
-        load = self._store.load(namespace, hashes, first=first, timeout=timeout, readers=readers)
+        load = self._store.load(
+            namespace, hashes, first=first, timeout=timeout, readers=readers, counted=counted
+        )
         return MeteredLoad(self, load, time.perf_counter() - start)
 
     def reserve(

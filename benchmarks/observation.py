@@ -20,10 +20,11 @@ from benchmarks.daemon import Daemon
 from kvstore.api import Match, MissReason
 from kvstore.hashing import block_hashes
 from kvstore.layout import LatentLayout
+from kvstore.loading import Outcome
 from kvstore.namespace import Namespace
 from kvstore.testing.chains import store_chain
 from server.record import RequestRecord
-from server.tally import Asked, Tally, Worth
+from server.tally import Asked, Loaded, Tally, Worth
 
 LAYOUT = LatentLayout(num_layers=1, latent_rank=64, rope_dim=0)
 _CALLS = 200  # in one round
@@ -69,7 +70,7 @@ def measure(blocks: int, rounds: int) -> list[Cost]:
         tally.took("match", 0.0005)
 
     def observe_load() -> None:
-        tally.loaded("default", 1024, 0, 1 << 20, 0.01)
+        tally.loaded("default", Loaded(Outcome(16, 0, 16, 0, 0), 64, 1 << 20, 0.01))
         tally.answered("Load", "OK")
 
     figures: dict[str, list[tuple[float, float]]] = {"match": [], "warm load": []}

@@ -54,7 +54,8 @@ class Catalogue:
             path, disk_bytes=self.disk_bytes, payloads="slab" if payloads == "slab" else "lmdb"
         )
         self._disk = DiskTier(settings)
-        self._namespace, self._digest = self._disk.add_namespace(Namespace(LAYOUT, model="benchmark"))
+        found = self._disk.add_namespace(Namespace(LAYOUT, model="benchmark"))
+        self._namespace, self._digest = found.number, found.digest
 
     def write(self) -> None:
         """Make it, and close it."""

@@ -203,7 +203,7 @@ def _prompt(seed: int, tokens: int) -> list[int]:
 def _store(url: str, engine: Engine, prompt: list[int]) -> None:
     """Store a prompt's blocks, under the names that the connector gives them."""
     lookup = engine.connector._scheduler._lookup
-    answer = lookup.match(prompt, len(prompt), {}, ("", ""))
+    answer = lookup.match(prompt, len(prompt), {}, ("", "", 0))
     if answer.chain is None:
         raise BenchmarkError(f"the daemon gave no answer: {dict(lookup.counters())}")
     client = kvstore.connect(url)

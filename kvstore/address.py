@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from dataclasses import dataclass
 from typing import Self
+from urllib.parse import quote
 
 UNIX = "unix://"
 TLS = "tls://"
+ARENA_SUFFIX = ".arena"  # of the handover socket, which lies beside the one for calls
+MAX_SOCKET_PATH = 107 - len(ARENA_SUFFIX)  # sun_path holds 108 bytes with its final zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +27,7 @@ class Address:
     def parse(cls, url: str) -> Self:
         """Raises ``ValueError`` that says what to write instead."""
         if url.startswith(UNIX):
-            path = url.removeprefix(UNIX)
-            if not path.startswith("/"):
-                raise ValueError("the socket's path must be absolute: unix:///path")
-            return cls(path=path)
+            return cls(path=_socket_path(url.removeprefix(UNIX)))
         host, separator, port = url.removeprefix(TLS).rpartition(":")
         wrong = not separator or not host or "/" in host or "@" in host
         if wrong or not port.isdecimal() or int(port) > 65535:
@@ -35,8 +36,8 @@ class Address:
 
     @property
     def target(self) -> str:
-        """As gRPC names it."""
-        return f"unix:{self.path}" if self.path else f"{self.host}:{self.port}"
+        """As gRPC names it: a path as in a URL, where ``%41`` would mean A."""
+        return f"unix:{quote(os.fsencode(self.path))}" if self.path else f"{self.host}:{self.port}"
 
     @property
     def bare_host(self) -> str:
@@ -57,3 +58,15 @@ class Address:
         if self.path:
             return UNIX + self.path
         return f"{TLS if self.tls else ''}{self.target}"
+
+
+def _socket_path(path: str) -> str:
+    """Absolute, with ``~`` as the home directory. Raises ``ValueError``."""
+    home = os.path.expanduser(path)
+    if not home.startswith("/"):
+        raise ValueError("the socket's path must be absolute, or begin with the ~ of a user: unix:///path")
+    if "\0" in home:
+        raise ValueError("no path can hold a zero byte")
+    if len(os.fsencode(home)) > MAX_SOCKET_PATH:
+        raise ValueError(f"the socket's path is longer than {MAX_SOCKET_PATH} bytes; choose a shorter one")
+    return home

@@ -43,6 +43,7 @@ class MissReason(StrEnum):
     NO_UNIT = "no_unit"  # stored further, but no unit ends there
     PENDING = "pending"  # another worker is filling the next block
     UNAVAILABLE = "unavailable"  # the store did not answer
+    UNKNOWN = "unknown"  # the daemon is newer, and its reason is not known here
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,9 @@ class LoadedBlock:
     """A readable block: its index in the ``hashes`` of the Load, and its bytes.
 
     ``data`` (read-only, ``layout.block_bytes`` long) is the caller's until the next step
-    of the iteration or the end of the ``with``; then its slot goes back as a credit.
+    of the iteration or the end of the ``with``; then it is released, a later use is an error, and its
+    slot goes back as a credit. An array over it, or a part of it, keeps the slot as long as it lives.
+    (A tensor of ``torch.frombuffer`` does not: copy it before.)
     """
 
     index: int
@@ -102,6 +105,8 @@ class Readers:
 class Load(Protocol):
     """A lease over blocks being read. Iterate it inside ``with``; batches come in order.
 
+    It ends with the ``with``, when its store is closed, or in the background when it is dropped.
+
     ``short`` is None while every block asked for has come or may still come; else the
     number of leading ``hashes`` that are usable (``first`` included), and iteration ends.
     """
@@ -129,7 +134,10 @@ class ReserveState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReservedBlock:
-    """One block's outcome; ``data`` (writable, ``layout.block_bytes`` long) only with FILL."""
+    """One block's outcome; ``data`` (writable, ``layout.block_bytes`` long) only with FILL.
+
+    ``data`` is the caller's until Commit or Release names it; then it is released: a later use is an error.
+    """
 
     hash: bytes
     state: ReserveState
@@ -164,7 +172,8 @@ class Status:
 
     host: TierStatus
     disk: TierStatus
-    mode: str  # "ok" or "host_only"
+    # "ok"; "host_only" while the disk cannot be written; "degraded" while a background task is started again
+    mode: str
     pinned: bool  # whether the arena is locked in memory
     dirty_blocks: int
     units: int
@@ -176,6 +185,8 @@ class Status:
 @runtime_checkable
 class KVStore(Protocol):
     """The verbs. Thread-safe; every call ends within ``timeout`` (seconds).
+
+    In a forked child every call raises ``Forked``, Match and Load are a miss, and ``close`` does nothing.
 
     All raise ``Unavailable`` / ``DeadlineExceeded`` when the store cannot answer, save
     Match and Load, which are a miss then. ``namespace`` is the digest that
@@ -219,11 +230,15 @@ class KVStore(Protocol):
         first: int = 0,
         timeout: float = 60.0,
         readers: Readers | None = None,
+        counted: int = 0,
     ) -> Load:
         """Read ``hashes[first:]``. ``timeout`` bounds the wait for each batch.
 
         ``readers`` says that others load the same document now. Raises ``InvalidArgument``
         when they gave another number of readers.
+
+        A daemon counts what was delivered by request, and once for all readers of a group. Who loads
+        more than once for one request says how many leading hashes an earlier Load was ``counted`` for.
         """
 
     def reserve(
@@ -245,6 +260,8 @@ class KVStore(Protocol):
     def commit(self, lease: int, hashes: Sequence[bytes], units: Sequence[UnitMark] = ()) -> int:
         """Seal filled blocks and mark units; returns a ticket. Acknowledged means readable.
 
+        Ends the views of these blocks, also when it is refused: Reserve under the same lease gives new
+        ones. ``StillWritten`` says that an array over a view, or a part of it, could still change a block.
         Either all of it happens or, with ``NotReserved`` / ``LeaseUnknown``, nothing.
         A unit's last block must be stored, or in this or an earlier commit.
         """
@@ -256,10 +273,13 @@ class KVStore(Protocol):
         """
 
     def release(self, lease: int) -> None:
-        """End a lease: unfilled slots return, holds end. Unknown leases are ignored."""
+        """End a lease: unfilled slots return, holds end, views too. Unknown leases are ignored.
+
+        A store that does not answer, or is closed, holds nothing: that is no error here.
+        """
 
     def status(self) -> Status:
         """Sizes, mode and counters."""
 
     def close(self) -> None:
-        """Release everything this caller holds."""
+        """Release everything this caller holds, its open Loads and views too; a second call does nothing."""

@@ -88,8 +88,21 @@ class Arena:
                 f"a block of {nbytes_block} bytes does not fit into the host arena ({self.nbytes} bytes,"
                 f" extents of {largest * PAGE_BYTES}); give it more host bytes"
             )
+        for number, known in enumerate(self._classes):
+            if not known.nbytes:
+                self._classes[number] = made
+                return number
         self._classes.append(made)
         return len(self._classes) - 1
+
+    def forget(self, nbytes_block: int) -> bool:
+        """Nobody has blocks of this size any more, so its id may mean another. False if a slot is in use."""
+        found = [cls for cls, known in enumerate(self._classes) if known.nbytes == nbytes_block]
+        if any(extent.cls in found for extent in self._extents.owned):
+            return False
+        for cls in found:
+            self._classes[cls] = SlotClass(0, 1)
+        return True
 
     def capacity(self, cls: int) -> int:
         """Slots that this class would have with the whole arena."""

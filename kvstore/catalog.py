@@ -12,11 +12,10 @@ import mmap
 import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import lmdb
 import numpy as np
@@ -27,7 +26,10 @@ from kvstore.directory import directory_error
 from kvstore.errors import DataDirError, DiskError, FormatMismatch
 from kvstore.hashing import HASH_BYTES
 from kvstore.namespace import DIGEST_BYTES
+from kvstore.packed import BLOCK_DTYPE, UNIT_DTYPE, BlockRecord, UnitRecord
 from kvstore.payloads.lmdb_file import LmdbDamaged, LmdbFile
+
+__all__ = ["BLOCK_DTYPE", "BlockRecord", "Catalog", "UnitRecord", "epoch_key"]
 
 log = logging.getLogger(__name__)
 
@@ -39,82 +41,9 @@ _SECTOR = 512  # bytes that a disk writes whole or not at all
 _RECORDS_A_TXN = 4096  # as many are in memory as objects
 _ID = struct.Struct("<I")
 _CHECK = struct.Struct("<Q")
-
-# The stored form of a record: key, then the packed fields, then the checksum of both.
-_BLOCK = struct.Struct(f"<{HASH_BYTES}sIIQIQBQd")
-_UNIT = struct.Struct("<IIIddQ")
-BLOCK_DTYPE = np.dtype(
-    [
-        ("hash", f"V{HASH_BYTES}"),
-        ("parent", f"V{HASH_BYTES}"),
-        ("namespace", "<u4"),
-        ("depth", "<u4"),
-        ("place", "<u8"),
-        ("page", "<u4"),
-        ("length", "<u8"),
-        ("codec", "u1"),
-        ("checksum", "<u8"),
-        ("used", "<f8"),
-    ]
-)
-_UNIT_DTYPE = np.dtype(
-    [
-        ("hash", f"V{HASH_BYTES}"),
-        ("namespace", "<u4"),
-        ("tokens", "<u4"),
-        ("kinds", "<u4"),
-        ("created", "<f8"),
-        ("used", "<f8"),
-        ("hits", "<u8"),
-    ]
-)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRecord:
-    """One stored block. ``checksum`` is the xxh3-64 of the decoded block."""
-
-    hash: bytes
-    parent: bytes
-    namespace: int  # id from ``add_namespace``
-    depth: int  # blocks of the chain up to and with this one
-    place: int  # key of the payload
-    page: int  # where it starts in its file, 0 if unknown
-    length: int  # stored (encoded) bytes
-    codec: int
-    checksum: int
-    used: float  # unix seconds, when it was stored: later uses are noted with the units
-
-    def pack(self) -> bytes:
-        """The fields behind the hash, in their stored form."""
-        return _BLOCK.pack(
-            self.parent,
-            self.namespace,
-            self.depth,
-            self.place,
-            self.page,
-            self.length,
-            self.codec,
-            self.checksum,
-            self.used,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class UnitRecord:
-    """One unit, named by the hash of its last block."""
-
-    hash: bytes
-    namespace: int
-    tokens: int
-    kinds: int
-    created: float  # unix seconds
-    used: float
-    hits: int
-
-    def pack(self) -> bytes:
-        """The fields behind the hash, in their stored form."""
-        return _UNIT.pack(self.namespace, self.tokens, self.kinds, self.created, self.used, self.hits)
+_LAST = b"last namespace"
+EPOCH = struct.Struct("<Q")
+Result = TypeVar("Result")
 
 
 class Catalog:
@@ -146,6 +75,8 @@ class Catalog:
 
     def __init__(self, path: Path, file: LmdbFile) -> None:
         self.skipped = 0
+        self._ids: dict[bytes, int] | None = None  # of namespaces, by digest; None until they are read
+        self._last = 0  # the last id that was given to a namespace
         self._path = path
         self._file = file
         self._env = file.env
@@ -195,10 +126,15 @@ class Catalog:
         return None if known is None else known.decode(errors="replace")
 
     def tenant_secret(self, tenant: str) -> bytes:
-        """The 32 random bytes of this tenant, made on first use. Raises ``DiskError``."""
+        """The 32 secret bytes of this tenant. Raises ``DiskError``."""
         # Hashed, since a name may be longer than LMDB's keys.
-        key = b"tenant/" + blake2b(tenant.encode(errors="surrogatepass"), digest_size=32).digest()
-        return self._keep(key, secrets.token_bytes(SECRET_BYTES))
+        name = blake2b(tenant.encode(errors="surrogatepass"), digest_size=32).digest()
+        # Those that older versions made are noted; others follow from one secret, so no tenant leaves a note.
+        known = self._kept(b"tenant/" + name)
+        if known is not None:
+            return known
+        secret = self._keep(b"secret", secrets.token_bytes(SECRET_BYTES))
+        return blake2b(name, key=secret, digest_size=SECRET_BYTES, person=b"latentkv-tenant").digest()
 
     def _keep(self, key: bytes, fresh: bytes) -> bytes:
         """What ``info`` has under ``key``, which is ``fresh`` from now on if it had nothing."""
@@ -209,31 +145,74 @@ class Catalog:
         return fresh
 
     def _kept(self, key: bytes) -> bytes | None:
-        return next((value for found, value in self._scan(self._info) if found == key), None)
+        value = self._read(lambda txn: txn.get(key, db=self._info))
+        return None if value is None else bytes(value)
 
     def namespaces(self) -> list[tuple[int, str, bytes]]:
         """Id, canonical JSON and digest of every namespace, by rising id. Raises ``DiskError``."""
         found: list[tuple[int, str, bytes]] = []
         for key, value in self._scan(self._namespaces):
+            # Ids are never reused, so what outlives a namespace, damaged or dropped, cannot join another.
+            self._last = max(self._last, int.from_bytes(key[: _ID.size], "little"))
             try:
                 body = _unseal(key, value)
                 found.append((_ID.unpack(key)[0], body[DIGEST_BYTES:].decode(), body[:DIGEST_BYTES]))
             except (struct.error, ValueError):
                 self.skipped += 1
+        self._last = max(self._last, int.from_bytes(self._kept(_LAST) or b"", "little"))
+        self._ids = {digest: number for number, _, digest in found}
         return sorted(found)
 
-    def add_namespace(self, json: str, digest: bytes) -> int:
-        """Id of the namespace with this digest, a new one if it is new. Raises ``DiskError``."""
-        known = self.namespaces()
-        for number, _, present in known:
-            if present == digest:
-                return number
-        # Ids are never reused, so a record that outlives a damaged namespace cannot join another.
-        taken = [int.from_bytes(key[: _ID.size], "little") for key, _ in self._scan(self._namespaces)]
-        number = 1 + max(taken, default=0)
-        key = _ID.pack(number)
-        self._write(lambda txn: _put(txn, self._namespaces, key, digest + json.encode()))
+    def _registered(self) -> dict[bytes, int]:
+        """Ids of the namespaces by digest. All are read once; from then on adding one reads nothing."""
+        if self._ids is None:
+            self.namespaces()
+        assert self._ids is not None
+        return self._ids
+
+    def namespace_id(self, digest: bytes) -> int | None:
+        """Id of the namespace with this digest, if there is one. Raises ``DiskError``."""
+        return self._registered().get(digest)
+
+    def add_namespace(self, json: str, digest: bytes, epoch: int = 0) -> int:
+        """Id of the namespace with this digest, a new one if it is new, with this epoch.
+
+        Raises ``DiskError``.
+        """
+        ids = self._registered()
+        if digest in ids:
+            return ids[digest]
+        number = self._last + 1
+
+        def add(txn: lmdb.Transaction) -> None:
+            txn.put(_LAST, _ID.pack(number), db=self._info)
+            _put(txn, self._namespaces, _ID.pack(number), digest + json.encode())
+            if epoch:
+                _put(txn, self._notes, epoch_key(number), EPOCH.pack(epoch))
+
+        self._write(add)
+        self._last = ids[digest] = number
         return number
+
+    def drop_namespaces(self, digests: Sequence[bytes], notes: Mapping[bytes, bytes]) -> None:
+        """Forget namespaces of which there is nothing but their records, and put notes.
+
+        Raises ``DiskError``.
+        """
+        ids = self._registered()
+        gone = {digest: ids[digest] for digest in digests if digest in ids}
+
+        def drop(txn: lmdb.Transaction) -> None:
+            txn.put(_LAST, _ID.pack(self._last), db=self._info)
+            for number in gone.values():
+                txn.delete(_ID.pack(number), db=self._namespaces)
+                txn.delete(epoch_key(number), db=self._notes)
+            for key, body in notes.items():
+                _put(txn, self._notes, key, body)
+
+        self._write(drop)
+        for digest in gone:
+            del ids[digest]
 
     def commit(
         self,
@@ -291,7 +270,7 @@ class Catalog:
 
     def units(self) -> Iterator[UnitRecord]:
         """All units. Raises ``DiskError``. Commit nothing while iterating."""
-        for records in self._records(self._units, _UNIT_DTYPE):
+        for records in self._records(self._units, UNIT_DTYPE):
             yield from (UnitRecord(*fields) for fields in records.tolist())
 
     def _records(self, db: Any, fields: np.dtype[np.void]) -> Iterator[NDArray[np.void]]:
@@ -316,20 +295,31 @@ class Catalog:
 
     def _pairs_behind(self, db: Any, last: bytes) -> list[tuple[bytes, bytes]]:
         # Short transactions: a suspended iterator must not keep an old snapshot alive.
+        def pairs(txn: lmdb.Transaction) -> list[tuple[bytes, bytes]]:
+            with txn.cursor(db) as cursor:
+                behind: Any = cursor.iternext() if cursor.set_range(last + b"\0") else ()
+                return list(islice(behind, _RECORDS_A_TXN))
+
+        found = self._read(pairs)
+        self._file.drop_pages()
+        return found
+
+    def _read(self, action: Callable[[lmdb.Transaction], Result]) -> Result:
         try:
             self._file.whole()
-            with self._env.begin(db=db) as txn, txn.cursor() as cursor:
-                if not cursor.set_range(last + b"\0"):
-                    return []
-                pairs = list(islice(cursor.iternext(), _RECORDS_A_TXN))
-            self._file.drop_pages()
-            return pairs
+            with self._env.begin() as txn:
+                return action(txn)
         except (lmdb.Error, OSError) as error:
             raise DiskError(f"catalogue of {self._path} cannot be read: {error}") from error
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
         self._file.close()
+
+
+def epoch_key(number: int) -> bytes:
+    """The key of the note that has the epoch of a namespace."""
+    return b"epoch/" + _ID.pack(number)
 
 
 def _claim(name: str) -> bytes:

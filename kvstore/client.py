@@ -11,10 +11,10 @@ import itertools
 import logging
 import secrets
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from functools import partial
 
 from kvstore import uploads, wire
 from kvstore.api import (
@@ -27,12 +27,18 @@ from kvstore.api import (
     ReserveState,
     Status,
 )
-from kvstore.errors import ArenaUnavailable, LeaseUnknown, NamespaceUnknown, Unavailable
+from kvstore.attachment import Attachment
+from kvstore.delivery import BlockLoad, EndedLoad
+from kvstore.ending import end_when_dropped
+from kvstore.errors import LeaseUnknown, NamespaceUnknown, Unavailable
+from kvstore.forking import Home
 from kvstore.identity import Identity
 from kvstore.layout import BLOCK_TOKENS
-from kvstore.mapping import Mapping, open_mapping
+from kvstore.lending import Fills, when_unseen
+from kvstore.mapping import Mapping
 from kvstore.namespace import Namespace
-from kvstore.remote_load import ByteLoad, EndedLoad, LoadCall, MappedLoad, Wanted
+from kvstore.remote_load import ByteLoad, LoadCall, MappedLoad, Wanted
+from kvstore.reopening import Opened, reopening
 from kvstore.transport import Transport
 from kvstore.units import UnitMark
 from kvstore.v1 import kvstore_pb2 as pb
@@ -40,37 +46,43 @@ from kvstore.wire import WorkerId
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
-_RELEASE_TIMEOUT = 1.0  # seconds to tell a daemon that has just failed to answer
-
 
 @dataclass(eq=False)
 class _Lease:
-    """A reservation: the daemon's id, the arena it was made in, and the bytes to be filled."""
+    """A reservation: the daemon's id, the arena it was made in, and what is being filled.
+
+    ``bytes`` are the blocks that travel.
+    """
 
     id: int
     mapping: Mapping | None
-    fills: dict[bytes, memoryview] = field(default_factory=dict)
+    fills: Fills = field(default_factory=Fills)
+    bytes: dict[bytes, bytearray] = field(default_factory=dict)
 
 
 class Client:
-    """``kvstore.api.KVStore`` over a daemon. Thread-safe; not to be used after a fork."""
+    """``kvstore.api.KVStore`` over a daemon. Thread-safe; close it, or drop it.
+
+    In a forked child every call is refused, and closing does nothing: connect again there.
+    """
 
     def __init__(self, url: str, timeout: float, identity: Identity) -> None:
         """Raises ``InvalidArgument``."""
-        self._transport = Transport(url, timeout, identity)
-        # A token says who calls; the handover socket would say another, by our uid.
-        self._handover = "" if identity.token else self._transport.address.path
+        self._home = Home()
+        self._transport = transport = Transport(url, timeout, identity)
         self._remote = WorkerId(secrets.token_bytes(wire.TOKEN_BYTES), mapped=False)
+        # A token says who calls; the handover socket would say another, by our uid.
+        handover = "" if identity.token else transport.address.path
+        self._attachment = Attachment(transport, self._remote, handover=handover)
+        self.opened = Opened()
         self._lock = threading.Lock()  # over what follows, never held across I/O
         self._block_bytes: dict[bytes, int] = {}  # by namespace digest
         self._damaged = 0  # blocks whose bytes came with a wrong checksum
         # By ids of our own: a daemon's id does not say which run of it gave the lease.
         self._leases: dict[int, _Lease] = {}
         self._ids = itertools.count(1)
-        self._mapping_lock = threading.Lock()
-        self._mapping: Mapping | None = None
+        self._loads: weakref.WeakSet[BlockLoad] = weakref.WeakSet()
+        self._ending = end_when_dropped(self, partial(_close, self._attachment, self._leases, self._loads))
 
     def open_namespace(self, namespace: Namespace) -> bytes:
         """See ``KVStore.open_namespace``."""
@@ -78,6 +90,7 @@ class Client:
         response = self._transport.call(self._transport.stub.OpenNamespace, request)
         with self._lock:
             self._block_bytes[response.digest] = namespace.layout.block_bytes
+        self.opened.note(response.digest, namespace)
         return bytes(response.digest)
 
     def _block_bytes_of(self, namespace: bytes) -> int:
@@ -88,6 +101,7 @@ class Client:
             )
         return nbytes
 
+    @reopening
     def match(
         self,
         namespace: bytes,
@@ -106,6 +120,7 @@ class Client:
             _log_unanswered("match", error)
             return Match(reason=MissReason.UNAVAILABLE)
 
+    @reopening
     def load(
         self,
         namespace: bytes,
@@ -114,22 +129,31 @@ class Client:
         first: int = 0,
         timeout: float = 60.0,
         readers: Readers | None = None,
+        counted: int = 0,
     ) -> Load:
         """See ``KVStore.load``."""
         block_bytes = self._block_bytes_of(namespace)
 
-        def start(mapping: Mapping | None) -> Load:
-            request = wire.load_start(self._identity(mapping), namespace, hashes, first, readers)
-            return self._start_load(mapping, request, Wanted(first, len(hashes), block_bytes, timeout))
+        end_timeout = min(timeout, self._transport.timeout)
+        wanted = Wanted(first, len(hashes), block_bytes, timeout, end_timeout)
+
+        def start(mapping: Mapping | None) -> BlockLoad:
+            identity = self._attachment.identity(mapping)
+            request = wire.load_start(identity, namespace, hashes, first, readers, counted)
+            return self._start_load(mapping, request, wanted)
 
         try:
-            return self._with_arena(start)
+            load = self._attachment.with_arena(start)
         except Unavailable as error:
             _log_unanswered("load", error)
             return EndedLoad(first)
+        self._loads.add(load)
+        if not self._ending.alive:  # closed meanwhile, by another thread
+            load.close(wait=False)
+        return load
 
-    def _start_load(self, mapping: Mapping | None, request: pb.LoadRequest, wanted: Wanted) -> Load:
-        call = LoadCall(request, self._transport.open_load, self._transport.breaker.trip)
+    def _start_load(self, mapping: Mapping | None, request: pb.LoadRequest, wanted: Wanted) -> BlockLoad:
+        call = LoadCall(request, self._transport.open_load, self._transport.breaker)
         timeout = min(wanted.timeout, self._transport.timeout)
         try:
             lease = call.receive_lease(timeout)
@@ -137,14 +161,15 @@ class Client:
             call.cancel()
             raise
         if mapping is None:
-            return ByteLoad(call, wanted, self._count_damaged)
+            return ByteLoad(call, wanted, self._count_damaged, self)
         mapping.use()
-        return MappedLoad(call, wanted, mapping, lambda: self._free(lease, mapping))
+        return MappedLoad(call, wanted, mapping, partial(self._attachment.free, lease, mapping), self)
 
     def _count_damaged(self) -> None:
         with self._lock:
             self._damaged += 1
 
+    @reopening
     def reserve(
         self,
         namespace: bytes,
@@ -166,11 +191,21 @@ class Client:
             held = self._lease(lease)
             response = self._reserve(held.mapping, request, held.id)
         else:
-            held, response = self._with_arena(lambda mapping: self._reserve_anew(mapping, request))
-            lease = next(self._ids)
-            with self._lock:
-                self._leases[lease] = held
-        return Reservation(lease, tuple(_reserved(held, hashes, response, block_bytes)))
+            held, response = self._attachment.with_arena(lambda mapping: self._reserve_anew(mapping, request))
+            lease = self._keep(held)
+        try:
+            return Reservation(lease, tuple(_reserved(held, hashes, response, block_bytes)))
+        except wire.NotUnderstood:
+            self.release(lease)
+            raise
+
+    def _keep(self, held: _Lease) -> int:
+        lease = next(self._ids)
+        with self._lock:
+            self._leases[lease] = held
+        if not self._ending.alive:  # closed meanwhile, by another thread
+            self.release(lease)
+        return lease
 
     def _reserve_anew(
         self, mapping: Mapping | None, request: pb.ReserveRequest
@@ -182,31 +217,32 @@ class Client:
 
     def _reserve(self, mapping: Mapping | None, request: pb.ReserveRequest, lease: int) -> pb.ReserveResponse:
         request.lease = lease
-        request.worker.CopyFrom(wire.worker(self._identity(mapping)))
+        request.worker.CopyFrom(wire.worker(self._attachment.identity(mapping)))
         with _stale_lease(lease):
             response: pb.ReserveResponse = self._transport.call(self._transport.stub.Reserve, request)
             return response
 
     def commit(self, lease: int, hashes: Sequence[bytes], units: Sequence[UnitMark] = ()) -> int:
-        """See ``KVStore.commit``. Ends the views of what was committed."""
+        """See ``KVStore.commit``."""
         held = self._lease(lease)
-        identity = self._identity(held.mapping)
         request = pb.CommitRequest(
             lease=held.id,
             hashes=wire.join_hashes(hashes),
             units=wire.marks(units),
-            worker=wire.worker(identity),
+            worker=wire.worker(self._attachment.identity(held.mapping)),
         )
+        held.fills.seal(hashes)
         with _stale_lease(lease):
             if held.mapping is None:
                 self._upload(held, hashes)
             response = self._transport.call(self._transport.stub.Commit, request)
+        held.fills.forget(hashes)
         for block in hashes:
-            _end_view(held.fills.pop(block, None))
+            held.bytes.pop(block, None)
         return int(response.ticket)
 
     def _upload(self, held: _Lease, hashes: Sequence[bytes]) -> None:
-        blocks = [(block, held.fills[block]) for block in hashes if block in held.fills]
+        blocks = [(block, memoryview(held.bytes[block])) for block in hashes if block in held.bytes]
         for batch in uploads.batches(blocks):
             self._transport.upload(uploads.pieces(self._remote, held.id, batch))
 
@@ -216,26 +252,12 @@ class Client:
         return bool(self._transport.call(self._transport.stub.Durable, request, timeout).durable)
 
     def release(self, lease: int) -> None:
-        """See ``KVStore.release``. Ends the views of what was not committed."""
+        """See ``KVStore.release``. A daemon that does not answer learns of it by the connection's end."""
+        self._require_home()
         with self._lock:
             held = self._leases.pop(lease, None)
-        if held is None:
-            return
-        for view in held.fills.values():
-            _end_view(view)
-        if held.mapping is not None:
-            held.mapping.done()
-        self._free(held.id, held.mapping)
-
-    def _free(self, lease: int, mapping: Mapping | None) -> None:
-        """Tell the daemon that a lease is over; it learns by the connection's end otherwise."""
-        request = pb.ReleaseRequest(lease=lease, worker=wire.worker(self._identity(mapping)))
-        try:
-            self._transport.call(self._transport.stub.Release, request, _RELEASE_TIMEOUT)
-        except Unavailable as error:
-            log.info("event=release_unheard reason=%s", error)
-            if mapping is not None:
-                self._retire(mapping)
+        if held is not None:
+            _release(self._attachment, held)
 
     def status(self) -> Status:
         """See ``KVStore.status``. Its counters have ours too, as ``client_...``."""
@@ -244,73 +266,43 @@ class Client:
         return replace(status, counters=status.counters | {f"client_{name}": ours[name] for name in ours})
 
     def close(self) -> None:
-        """Release everything and end the connection. A load that is open keeps its views until it ends."""
-        for lease in list(self._leases):
-            self.release(lease)
-        with self._mapping_lock:
-            mapping, self._mapping = self._mapping, None
-        if mapping is not None:
-            mapping.retire()
-        self._transport.close()
+        """End all that is left, in a second at most: loads, leases, their views, and the connection."""
+        if self._home.here and self._ending.detach() is not None:
+            _close(self._attachment, self._leases, self._loads)
 
-    # --- the arena
-
-    def _identity(self, mapping: Mapping | None) -> WorkerId:
-        return self._remote if mapping is None else mapping.identity
+    def _require_home(self) -> None:
+        self._home.require("client", "connect again")
 
     def _lease(self, lease: int) -> _Lease:
+        self._require_home()
         with self._lock:
             held = self._leases.get(lease)
         if held is None:
             raise LeaseUnknown(f"lease {lease!r} is not held by this client; reserve without a lease")
         return held
 
-    def _with_arena(self, action: Callable[[Mapping | None], Result]) -> Result:
-        """Run an action with the live arena, or None for bytes; again if the daemon has restarted."""
-        self._transport.require_usable()
-        try:
-            return self._run_with_arena(action)
-        except wire.StaleWorker:
-            return self._run_with_arena(action)
 
-    def _run_with_arena(self, action: Callable[[Mapping | None], Result]) -> Result:
-        mapping = self._take_mapping()
-        try:
-            return action(mapping)
-        except Unavailable:
-            # Slots may be announced or reserved for us without our knowing.
-            if mapping is not None:
-                self._retire(mapping)
-            raise
-        finally:
-            if mapping is not None:
-                mapping.done()
+def _close(attachment: Attachment, leases: dict[int, _Lease], loads: weakref.WeakSet[BlockLoad]) -> None:
+    attachment.begin_end()
+    for load in list(loads):
+        load.close(wait=False)
+    for lease in list(leases):
+        held = leases.pop(lease, None)  # unless another thread releases it
+        if held is not None:
+            _release(attachment, held)
+    attachment.close()
 
-    def _take_mapping(self) -> Mapping | None:
-        """The live mapping, in use by the caller until ``done``; None if the arena can't be had."""
-        path = self._handover
-        if not path:
-            return None
-        with self._mapping_lock:
-            if self._mapping is not None and not self._mapping.alive():
-                self._mapping.retire()
-                self._mapping = None
-            if self._mapping is None:
-                timeout = self._transport.timeout
-                try:
-                    with self._transport.noting_silence(time.monotonic() + timeout):
-                        self._mapping = open_mapping(path, timeout)
-                except ArenaUnavailable as error:
-                    log.info("event=arena_unavailable reason=%s", error)
-                    return None
-            self._mapping.use()
-            return self._mapping
 
-    def _retire(self, mapping: Mapping) -> None:
-        with self._mapping_lock:
-            if self._mapping is mapping:
-                self._mapping = None
-        mapping.retire()
+def _release(attachment: Attachment, held: _Lease) -> None:
+    """End a lease: its views at once, its slots once nobody can write to them any more."""
+
+    def leave() -> None:
+        if held.mapping is not None:
+            held.mapping.done()
+        attachment.free(held.id, held.mapping)
+
+    seen = held.fills.end()
+    when_unseen(() if held.mapping is None else seen, leave)
 
 
 def _log_unanswered(verb: str, error: Unavailable) -> None:
@@ -333,19 +325,14 @@ def _stale_lease(lease: int) -> Iterator[None]:
 def _reserved(
     held: _Lease, hashes: Sequence[bytes], response: pb.ReserveResponse, block_bytes: int
 ) -> Iterator[ReservedBlock]:
+    states = wire.states_of(response, hashes, mapped=held.mapping is not None)
     offsets = iter(response.offsets)
-    for block, state in zip(hashes, map(ReserveState, response.states), strict=True):
+    for block, state in zip(hashes, states, strict=True):
         if state is not ReserveState.FILL:
             yield ReservedBlock(block, state)
             continue
         if held.mapping is not None:
-            held.fills[block] = held.mapping.view(next(offsets), block_bytes)
-        elif block not in held.fills:
-            held.fills[block] = memoryview(bytearray(block_bytes))
-        yield ReservedBlock(block, state, held.fills[block])
-
-
-def _end_view(view: memoryview | None) -> None:
-    if view is not None:
-        with contextlib.suppress(BufferError):  # an array over it is still alive
-            view.release()
+            memory = held.mapping.view(next(offsets), block_bytes)
+        else:
+            memory = memoryview(held.bytes.setdefault(block, bytearray(block_bytes)))
+        yield ReservedBlock(block, state, held.fills.lend(block, memory))

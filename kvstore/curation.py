@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from kvstore.erasing import Eraser
@@ -37,11 +36,19 @@ class Curator:
     goes on when its caller stops waiting.
     """
 
-    def __init__(self, index: PrefixIndex, spaces: SpaceTable, pins: Pins, eraser: Eraser) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        spaces: SpaceTable,
+        pins: Pins,
+        eraser: Eraser,
+        to_wall: Callable[[float], float],
+    ) -> None:
         self._index = index
         self._spaces = spaces
         self._pins = pins
         self._eraser = eraser
+        self._to_wall = to_wall  # of times of the store: people see those of the wall clock
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -64,22 +71,26 @@ class Curator:
         rows = (
             row for row in index.units if tenant in (None, spaces.of(index.namespace[row]).namespace.tenant)
         )
-        return [unit_survey(index, spaces, row) for row in heapq.nlargest(limit, rows, keys[order])]
+        return [self._survey(row) for row in heapq.nlargest(limit, rows, keys[order])]
 
     async def unit(self, name: str) -> UnitSurvey:
         """One unit. Raises ``UnitUnknown``."""
-        return unit_survey(self._index, self._spaces, self._find(name))
+        return self._survey(self._find(name))
 
     async def pin(self, name: str, seconds: float) -> Pin:
         """Keep a unit from eviction and expiry for ``seconds``; the pin's handle ends or extends that.
 
         Raises ``UnitUnknown``, ``InvalidArgument``, ``PinLimit`` and ``DiskError``.
         """
-        return await self._finish(self._pins.pin(self._find(name), seconds, time.time()))
+
+        async def pin() -> Pin:
+            return await self._pins.pin(self._find(name), seconds)
+
+        return self._shown(await self._finish(pin()))
 
     async def extend(self, handle: str, seconds: float) -> Pin:
         """Let a pin live for ``seconds`` from now. Raises ``PinUnknown`` and ``DiskError``."""
-        return await self._finish(self._pins.extend(handle, seconds, time.time()))
+        return self._shown(await self._finish(self._pins.extend(handle, seconds)))
 
     async def unpin(self, handle: str) -> None:
         """End a pin. Raises ``PinUnknown`` and ``DiskError``."""
@@ -90,16 +101,25 @@ class Curator:
         found = [
             pin for pin in self._pins if tenant in (None, self._spaces.of(pin.namespace).namespace.tenant)
         ]
-        return sorted(found, key=lambda pin: pin.expires)
+        return [self._shown(pin) for pin in sorted(found, key=lambda pin: pin.expires)]
+
+    def _survey(self, row: int) -> UnitSurvey:
+        return unit_survey(self._index, self._spaces, row, self._to_wall)
+
+    def _shown(self, pin: Pin) -> Pin:
+        return replace(pin, created=self._to_wall(pin.created), expires=self._to_wall(pin.expires))
 
     async def delete_unit(self, name: str) -> Deleted:
         """Delete a unit, and its blocks that no other unit and no longer chain needs.
 
         Raises ``UnitUnknown``, ``UnitPinned``, and ``DiskError`` when the deletion cannot be written down.
         """
-        row = self._find(name)
-        space = self._spaces.of(self._index.namespace[row])
-        return Deleted(1, await self._finish(self._eraser.unit(space, row)))
+
+        async def delete() -> int:
+            row = self._find(name)
+            return await self._eraser.unit(self._spaces.of(self._index.namespace[row]), row)
+
+        return Deleted(1, await self._finish(delete()))
 
     async def delete_namespaces(self, *, tenant: str | None = None, digest: str | None = None) -> Deleted:
         """Delete all of a tenant, or of one namespace, named by its digest in hex or a beginning of it; the
@@ -115,11 +135,17 @@ class Curator:
             raise NamespaceUnknown(
                 f"{len(spaces)} namespaces have {what}; look at the status for their names"
             )
-        blocks = [await self._finish(self._eraser.namespace(space)) for space in spaces]
-        return Deleted(len(spaces), sum(blocks))
+        blocks = 0
+        for space in spaces:
+            if self._spaces.known(space.id) is not None:  # else it was retired meanwhile, being empty
+                blocks += await self._finish(self._eraser.namespace(space))
+        return Deleted(len(spaces), blocks)
 
     async def _finish(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Do some work to its end, though its caller may stop waiting."""
+        """Do some work to its end, though its caller may stop waiting.
+
+        The work begins in a later turn of the loop: what it is about it looks up itself.
+        """
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

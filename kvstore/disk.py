@@ -16,19 +16,20 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from kvstore.catalog import BlockRecord, Catalog, UnitRecord
 from kvstore.codec import codec_by_id, codec_by_name
-from kvstore.directory import lock_directory
-from kvstore.errors import CorruptBlock, DiskError, FormatMismatch
+from kvstore.directory import directory_error, lock_directory
+from kvstore.errors import BadPlace, CorruptBlock, DiskError, FormatMismatch
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
 from kvstore.observer import Observer, Unobserved
-from kvstore.payloads import Keys, OpenPayloads, Payloads, Place
-from kvstore.payloads.direct import Run
+from kvstore.payloads import Keys, OpenPayloads, Payloads, Place, SetAside
+from kvstore.payloads.direct import Run, make_directory
 from kvstore.payloads.kinds import LEAD, OPEN
 from kvstore.settings import StoreSettings
 
@@ -93,6 +94,14 @@ class Encoded:
     checksum: int  # xxh3-64 of the raw block
 
 
+class Registered(NamedTuple):
+    """A namespace in the catalogue; ``new`` if it was not there before."""
+
+    number: int
+    digest: bytes
+    new: bool
+
+
 class DiskTier:
     """Catalogue and payloads. Reads come from several threads.
 
@@ -114,6 +123,7 @@ class DiskTier:
             self.catalog = Catalog.open(settings.data / "catalog", settings.catalog_bytes)
             undo.callback(self.catalog.close)
             self._require_kind(settings)
+            self._require_directory()
             undo.pop_all()
         self.lead = LEAD[settings.payloads]
         self.readers = settings.readers
@@ -125,6 +135,14 @@ class DiskTier:
         # Any thread appends; one at a time takes: freed again, a place could be another payload's by then.
         self._unnamed: deque[tuple[int, list[int]]] = deque()
         self._freeing = threading.Lock()
+        self._looking = threading.Lock()  # while the payloads of a size are looked through they stay open
+
+    def _require_directory(self) -> None:
+        """Raises ``DataDirError``: now, and not when the first block is to be written."""
+        try:
+            make_directory(self._payload_root)
+        except OSError as error:
+            raise directory_error(self._payload_root, error) from error
 
     def _require_kind(self, settings: StoreSettings) -> None:
         found = self.catalog.claim("payloads", settings.payloads)
@@ -141,8 +159,13 @@ class DiskTier:
 
     @property
     def capacity_bytes(self) -> int:
-        """Payload bytes that may ever be in use; the rest is LMDB's own."""
-        return self._map_bytes * 31 // 32
+        """Payload bytes that may ever be in use; the rest is LMDB's own, or set aside."""
+        return self._map_bytes * 31 // 32 - self.set_aside().nbytes
+
+    def set_aside(self) -> SetAside:
+        """What of the disk turned out bad in this run."""
+        found = [payloads.set_aside() for payloads in self._payloads.values()]
+        return SetAside(*map(sum, zip(*found, strict=True)))
 
     def limit_bytes(self, block_bytes: int) -> int:
         """Payload bytes that may be in use once a batch of this block size is written.
@@ -151,13 +174,36 @@ class DiskTier:
         """
         return self.capacity_bytes - 2 * self.batch_blocks(block_bytes) * block_bytes
 
-    def add_namespace(self, namespace: Namespace) -> tuple[int, bytes]:
-        """Id and digest of a namespace, catalogued and ready for its blocks. Raises ``DiskError``."""
+    def add_namespace(self, namespace: Namespace, epoch: int = 0) -> Registered:
+        """Catalogue a namespace, with this epoch if it is new, and make ready for its blocks.
+
+        Raises ``DiskError``.
+        """
         digest = namespace.digest(self.catalog.tenant_secret(namespace.tenant))
-        number = self.catalog.add_namespace(namespace.to_json(), digest)
+        new = self.catalog.namespace_id(digest) is None
+        number = self.catalog.add_namespace(namespace.to_json(), digest, epoch)
         if namespace.layout.block_bytes not in self._payloads:
             self.reclaim(namespace.layout.block_bytes, ())
-        return number, digest
+        return Registered(number, digest, new)
+
+    def drop_namespaces(self, digests: Sequence[bytes], notes: Mapping[bytes, bytes]) -> None:
+        """Forget namespaces of which there is nothing but their records, and put notes.
+
+        Raises ``DiskError``.
+        """
+        self.catalog.drop_namespaces(digests, notes)
+
+    def drop_size(self, block_bytes: int) -> None:
+        """Give up the files of a block size that no namespace has. Raises ``DiskError``."""
+        with self._freeing:
+            kept = [item for item in self._unnamed if item[0] != block_bytes]
+            self._unnamed.clear()
+            self._unnamed.extend(kept)
+        with self._looking:
+            payloads = self._payloads.pop(block_bytes, None)
+        if payloads is not None:
+            payloads.close()
+            _remove(self._payload_root / str(block_bytes), "no_namespace")
 
     def stored_bytes(self, block_bytes: int, length: int) -> int:
         """Bytes of disk that a payload of ``length`` bytes takes."""
@@ -168,8 +214,9 @@ class DiskTier:
         began = time.monotonic()
         try:
             self._read_once(layout, stored, out)
-        except CorruptBlock:
-            if not stored.place.page:
+        except CorruptBlock as error:
+            # A bad place is not looked at again: through a map that could kill.
+            if not stored.place.page or isinstance(error, BadPlace):
                 raise
             # Perhaps only the page number is wrong: the slow way needs none.
             self._read_once(layout, replace(stored, place=Place(stored.place.key)), out)
@@ -297,7 +344,9 @@ class DiskTier:
 
     def missing(self, block_bytes: int, named: Keys) -> set[int]:
         """Which of these keys hold nothing any more, by the payloads' own word. Raises ``DiskError``."""
-        return self._payloads[block_bytes].missing(named)
+        with self._looking:
+            payloads = self._payloads.get(block_bytes)
+            return set() if payloads is None else payloads.missing(named)
 
     def sweep(self, sizes: set[int]) -> None:
         """Remove the payloads of all block sizes but these: no namespace of the catalogue has them."""
@@ -308,16 +357,17 @@ class DiskTier:
                 _remove(directory, "no_namespace")
 
     def close(self) -> None:
-        """Close the environments and give the directory up."""
-        for payloads in self._payloads.values():
-            payloads.close()
-        self.catalog.close()
-        self._lock.close()
+        """Close the environments and give the directory up: all of them, whatever one of them raises."""
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._lock.close)
+            ends.callback(self.catalog.close)
+            for payloads in self._payloads.values():
+                ends.callback(payloads.close)
 
 
 def _usage(directory: Path) -> int:
     """Bytes on disk of the files in a directory, which need not exist."""
-    return sum(file.stat().st_blocks * 512 for file in directory.glob("*"))
+    return sum(file.lstat().st_blocks * 512 for file in directory.glob("*"))
 
 
 def _remove(directory: Path, reason: str) -> None:

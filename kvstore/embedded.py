@@ -5,18 +5,17 @@ The store's event loop runs in a thread of its own; every verb is one call into 
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import secrets
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvstore.api import (
-    LoadedBlock,
+    Load,
     Match,
     MissReason,
     Readers,
@@ -25,13 +24,20 @@ from kvstore.api import (
     ReserveState,
     Status,
 )
+from kvstore.arguments import bounded_hashes, bounded_tokens, digest, unsigned
+from kvstore.clock import Clock
 from kvstore.curation import Curator
-from kvstore.errors import DeadlineExceeded, Unavailable
-from kvstore.hashing import check_hashes
+from kvstore.delivery import BlockLoad, EndedLoad
+from kvstore.ending import end_when_dropped
+from kvstore.errors import Unavailable
 from kvstore.layout import BLOCK_TOKENS
+from kvstore.leases import Holder
+from kvstore.lending import Fills, Lent, when_unseen
 from kvstore.loading import LoadStream
+from kvstore.looping import CALL_SECONDS, LoopThread
 from kvstore.namespace import Namespace
 from kvstore.payloads import OpenPayloads
+from kvstore.reopening import Opened, reopening
 from kvstore.settings import StoreSettings
 from kvstore.store import Reserved, Store
 from kvstore.units import UnitMark
@@ -40,25 +46,33 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-CALL_SECONDS = 30.0  # bound of the verbs that wait for nothing but the loop
-
 
 class Embedded:
-    """A ``KVStore`` that owns its data directory. Thread-safe; close it, or use it as a context."""
+    """A ``KVStore`` that owns its data directory. Thread-safe; close it, or use it as a context.
 
-    def __init__(self, settings: StoreSettings, open_payloads: OpenPayloads | None = None) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="latentkv-loop", daemon=True)
-        self._thread.start()
-        self._lock = threading.Lock()  # a call enters the loop before it is closed, or not at all
-        self._closed = False
+    One that is dropped is closed in the background. In a forked child every call is refused, closing does
+    nothing, and the directory stays the parent's alone.
+    """
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        open_payloads: OpenPayloads | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.opened = Opened()
+        self._loop = LoopThread()
         try:
-            self._store = self._run(Store.open(settings, open_payloads), None)
+            self._store = self._loop.run(Store.open(settings, open_payloads, clock=clock), None)
         except BaseException:
-            self._enter_closed()
-            self._stop_loop()
+            self._loop.close()
             raise
         self._holder = self._store.connect(secrets.token_bytes(16), mapped=True)
+        self._leases: dict[int, Fills] = {}
+        self._loads: weakref.WeakSet[BlockLoad] = weakref.WeakSet()
+        self._ending = end_when_dropped(
+            self, partial(_close, self._loop, self._store, self._leases, self._loads)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -69,29 +83,18 @@ class Embedded:
         self.close()
 
     def _run(self, work: Coroutine[Any, Any, Result], timeout: float | None = CALL_SECONDS) -> Result:
-        with self._lock:
-            if self._closed:
-                work.close()
-                raise Unavailable("this store is closed; open it again")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(timeout)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise DeadlineExceeded(f"the store did not answer within {timeout} s") from None
-        except concurrent.futures.CancelledError:
-            raise Unavailable("this store was closed during the call; open it again") from None
+        return self._loop.run(work, timeout)
 
     def _call(self, work: Callable[[], Result]) -> Result:
-        async def call() -> Result:
-            return work()
-
-        return self._run(call())
+        return self._loop.call(work)
 
     def open_namespace(self, namespace: Namespace) -> bytes:
         """See ``KVStore.open_namespace``."""
-        return self._run(self._store.open_namespace(namespace))
+        digest = self._run(self._store.open_namespace(namespace))
+        self.opened.note(digest, namespace)
+        return digest
 
+    @reopening
     def match(
         self,
         namespace: bytes,
@@ -103,13 +106,18 @@ class Embedded:
         counted: int = 0,  # nobody counts by request here
     ) -> Match:
         """See ``KVStore.match``."""
-        check_hashes(hashes)
+        digest(namespace)
+        bounded_hashes(hashes)
+        bounded_tokens(tokens)
+        unsigned("align", align, 32)
+        unsigned("counted", counted)
         try:
             return self._call(lambda: self._store.match(namespace, hashes, tokens, align=align, store=store))
         except Unavailable as error:
             log.warning("event=match_unanswered reason=%s", error)
             return Match(reason=MissReason.UNAVAILABLE)
 
+    @reopening
     def load(
         self,
         namespace: bytes,
@@ -118,15 +126,26 @@ class Embedded:
         first: int = 0,
         timeout: float = 60.0,
         readers: Readers | None = None,
-    ) -> EmbeddedLoad:
+        counted: int = 0,  # nobody counts by request here
+    ) -> Load:
         """See ``KVStore.load``."""
+        digest(namespace)
+        bounded_hashes(hashes)
+        unsigned("first", first, 32)
+        unsigned("counted", counted, 32)
         try:
             stream = self._call(lambda: self._store.load(self._holder, namespace, hashes, first, readers))
         except Unavailable as error:
             log.warning("event=load_unanswered reason=%s", error)
-            return EmbeddedLoad(self, None, first, timeout)
-        return EmbeddedLoad(self, stream, first, timeout)
+            return EndedLoad(first)
+        source = _StreamSource(self._loop, self._store, self._holder, stream, timeout)
+        load = BlockLoad(source, first, len(hashes), self)
+        self._loads.add(load)
+        if not self._ending.alive:  # closed meanwhile, by another thread
+            load.close(wait=False)
+        return load
 
+    @reopening
     def reserve(
         self,
         namespace: bytes,
@@ -137,6 +156,10 @@ class Embedded:
         epoch: int | None = None,
     ) -> Reservation:
         """See ``KVStore.reserve``."""
+        digest(namespace)
+        bounded_hashes(hashes)
+        if epoch is not None:
+            unsigned("epoch", epoch)
 
         def reserve() -> tuple[Reserved, int]:
             answer = self._store.reserve(self._holder, namespace, parent, hashes, lease, epoch)
@@ -144,30 +167,39 @@ class Embedded:
 
         answer, block_bytes = self._call(reserve)
         offsets = iter(answer.offsets)
+        fills = self._leases.setdefault(answer.lease, Fills())
         blocks = (
             ReservedBlock(
                 block,
                 state,
-                self._slice(next(offsets), block_bytes) if state is ReserveState.FILL else None,
+                fills.lend(block, _slice(self._store, next(offsets), block_bytes))
+                if state is ReserveState.FILL
+                else None,
             )
             for block, state in zip(hashes, answer.states, strict=True)
         )
         return Reservation(answer.lease, tuple(blocks))
 
-    def _slice(self, offset: int, nbytes: int) -> memoryview:
-        return self._store.arena.memory[offset : offset + nbytes]
-
     def commit(self, lease: int, hashes: Sequence[bytes], units: Sequence[UnitMark] = ()) -> int:
         """See ``KVStore.commit``."""
-        return self._call(lambda: self._store.commit(self._holder, lease, hashes, units))
+        bounded_hashes(hashes)
+        fills = self._leases.get(lease)
+        if fills is not None:
+            fills.seal(hashes)
+        ticket = self._call(lambda: self._store.commit(self._holder, lease, hashes, units))
+        if fills is not None:
+            fills.forget(hashes)
+        return ticket
 
     def durable(self, ticket: int, *, timeout: float = 60.0) -> bool:
         """See ``KVStore.durable``."""
-        return self._run(self._store.durable(ticket), timeout)
+        return self._run(self._store.durable(unsigned("ticket", ticket)), timeout)
 
     def release(self, lease: int) -> None:
         """See ``KVStore.release``."""
-        self._call(lambda: self._store.release(self._holder, lease))
+        self._loop.require_home()
+        fills = self._leases.pop(lease, None)
+        _release(self._loop, self._store, self._holder, lease, fills.end() if fills is not None else [])
 
     def status(self) -> Status:
         """See ``KVStore.status``."""
@@ -178,7 +210,9 @@ class Embedded:
         return self._run(work(self._store.keeping.curator), timeout)
 
     def expire(self, now: float) -> int:
-        """Drop what has expired at ``now`` (unix seconds); how many blocks. The store does so by itself."""
+        """Drop what has expired when the wall clock shows ``now``, as the store does by itself; how many
+        blocks.
+        """
         return self._run(self._store.keeping.expire(now), None)
 
     def check(self) -> list[str]:
@@ -186,84 +220,74 @@ class Embedded:
         return self._call(self._store.check)
 
     def close(self) -> None:
-        """Make what is dirty durable and give the data directory up; a second call does nothing."""
-        if not self._enter_closed():
-            return
-        try:
-            asyncio.run_coroutine_threadsafe(self._store.close(), self._loop).result()
-        finally:
-            self._stop_loop()
+        """End all loads and leases, make what is dirty durable and give the data directory up.
 
-    def _enter_closed(self) -> bool:
-        with self._lock:
-            before, self._closed = self._closed, True
-        return not before
-
-    def _stop_loop(self) -> None:
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        A second call does nothing.
+        """
+        if self._loop.here and self._ending.detach() is not None:
+            _close(self._loop, self._store, self._leases, self._loads)
 
 
-async def _cancel_others() -> None:
-    """End the calls that still wait, so that their callers learn of the end."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+def _close(
+    loop: LoopThread, store: Store, leases: dict[int, Fills], loads: weakref.WeakSet[BlockLoad]
+) -> None:
+    for load in list(loads):
+        load.close(wait=False)
+    for fills in list(leases.values()):
+        fills.end()
+    leases.clear()
+    loop.close(store.close())
 
 
-class EmbeddedLoad:
-    """A ``Load`` over an in-process stream; None stands for one that could not be opened."""
+def _release(loop: LoopThread, store: Store, holder: Holder, lease: int, seen: Sequence[Lent]) -> None:
+    """End a lease once nobody can look at its slots any more."""
 
-    def __init__(self, store: Embedded, stream: LoadStream | None, first: int, timeout: float) -> None:
+    def release() -> None:
+        with contextlib.suppress(Unavailable):  # closed meanwhile: nothing is held any more
+            loop.call(lambda: store.release(holder, lease))
+
+    when_unseen(seen, release)
+
+
+def _slice(store: Store, offset: int, nbytes: int) -> memoryview:
+    return store.arena.memory[offset : offset + nbytes]
+
+
+class _StreamSource:
+    """The blocks of a stream in this process, where they lie."""
+
+    def __init__(
+        self, loop: LoopThread, store: Store, holder: Holder, stream: LoadStream, timeout: float
+    ) -> None:
+        self._loop = loop
         self._store = store
+        self._holder = holder
         self._stream = stream
         self._timeout = timeout
-        self._reached = first  # leading hashes that were delivered
-        self._failed = stream is None
+        self._returned: list[int] = []  # not given back yet: that goes along with the next call
 
-    @property
-    def short(self) -> int | None:
-        """See ``kvstore.api.Load``."""
-        if self._failed or self._stream is None:
-            return self._reached
-        return self._stream.short
+    def receive(self, expected: int) -> list[Lent] | int:
+        """See ``Source``."""
+        returned, self._returned = self._returned, []
+        batch, short = self._loop.run(_next(self._stream, returned), self._timeout)
+        if not batch:
+            return expected if short is None else short
+        nbytes = self._stream.block_bytes
+        return [Lent(_slice(self._store, offset, nbytes), readonly=True) for _, offset in batch]
 
-    def __enter__(self) -> Self:
-        return self
+    def give_back(self, indices: Sequence[int]) -> None:
+        """See ``Source``."""
+        self._returned = [*self._returned, *indices]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def end(self, seen: Sequence[Lent], *, wait: bool) -> None:
+        """See ``Source``."""
         stream = self._stream
-        if stream is not None:
-            with contextlib.suppress(Unavailable):  # closed meanwhile: nothing is held any more
-                self._store._call(lambda: stream.close(returned=True))
-
-    def __iter__(self) -> Iterator[list[LoadedBlock]]:
-        if self._stream is None or self._failed:
-            return
-        stream = self._stream
-        while batch := self._step(stream):
-            yield [LoadedBlock(index, self._view(offset, stream.block_bytes)) for index, offset in batch]
-
-    def _step(self, stream: LoadStream) -> list[tuple[int, int]]:
-        try:
-            batch = self._store._run(_next(stream), self._timeout)
-        except Unavailable as error:  # a miss from here on, never an exception in the model's path
-            log.warning("event=load_unanswered reason=%s", error)
-            self._failed = True
-            return []
-        if batch:
-            self._reached = batch[-1][0] + 1
-        return batch
-
-    def _view(self, offset: int, nbytes: int) -> memoryview:
-        return self._store._slice(offset, nbytes).toreadonly()
+        with contextlib.suppress(Unavailable):  # closed meanwhile: nothing is held any more
+            self._loop.call(lambda: stream.close(returned=not seen))
+        if seen:
+            _release(self._loop, self._store, self._holder, stream.lease, seen)
 
 
-async def _next(stream: LoadStream) -> list[tuple[int, int]]:
-    stream.give_back(stream.announced())
-    return await stream.next()
+async def _next(stream: LoadStream, returned: Sequence[int]) -> tuple[list[tuple[int, int]], int | None]:
+    stream.give_back(returned)
+    return await stream.next(), stream.short

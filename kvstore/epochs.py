@@ -8,20 +8,21 @@ killed meanwhile goes on with it at its next start.
 from __future__ import annotations
 
 import logging
+import secrets
 import struct
-import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from kvstore.catalog import Catalog
+from kvstore.catalog import EPOCH, Catalog, epoch_key
 from kvstore.errors import EpochPassed
 
 log = logging.getLogger(__name__)
 
-_EPOCH, _ERASING = b"epoch/", b"erasing/"
-_ID, _NUMBER = struct.Struct("<I"), struct.Struct("<Q")
+_EPOCH, _ERASING, _REOPENED = b"epoch/", b"erasing/", b"epochs/"
+_ID = struct.Struct("<I")
 _DROPPED_A_TXN = 4096
+_FRESH_BITS = 62  # of an epoch that must differ from all that any worker remembers
 
 
 class Epochs:
@@ -31,6 +32,7 @@ class Epochs:
         self._epochs: dict[int, int] = {}
         self._given: dict[int, int] = {}  # the last that was given out, perhaps not yet on disk
         self.erasing: set[int] = set()
+        self._reopened = False  # a namespace may come back of which something was deleted
 
     def of(self, number: int) -> int:
         """The epoch of a namespace; 0 if nothing of it was ever deleted."""
@@ -47,19 +49,37 @@ class Epochs:
     def next(self, number: int) -> tuple[int, Mapping[bytes, bytes]]:
         """The epoch to come, and the note to be on disk before ``move``."""
         epoch = self._given[number] = 1 + max(self._given.get(number, 0), self.of(number))
-        return epoch, {_EPOCH + _ID.pack(number): _NUMBER.pack(epoch)}
+        return epoch, {epoch_key(number): EPOCH.pack(epoch)}
 
     def move(self, number: int, epoch: int) -> None:
         """What was made before belongs to the past."""
         self._epochs[number] = max(epoch, self.of(number))
+
+    def first(self) -> int:
+        """The epoch of a namespace that is new here; perhaps it was here before, and was retired.
+
+        Then a worker may remember an epoch of it, which this one must not be.
+        """
+        return 1 + secrets.randbits(_FRESH_BITS) if self._reopened else 0
+
+    def retirement(self, numbers: Collection[int]) -> Mapping[bytes, bytes]:
+        """The note to be on disk when these namespaces are forgotten."""
+        self._reopened = self._reopened or any(map(self.of, numbers))
+        return {_REOPENED + b"reopened": b""} if self._reopened else {}
+
+    def forget(self, number: int) -> None:
+        """The namespace is retired, on disk too."""
+        self._epochs.pop(number, None)
+        self._given.pop(number, None)
 
     def restore(self, catalog: Catalog) -> None:
         """Read the notes, and finish the erasures that were cut short. Raises ``DiskError``."""
         for key, body in catalog.notes(_EPOCH):
             if len(key) == _ID.size:
                 # Of a damaged one no more is known than that it must differ from what workers remember.
-                epoch = _NUMBER.unpack(body)[0] if body is not None else int(time.time())
+                epoch = EPOCH.unpack(body)[0] if body is not None else secrets.randbits(_FRESH_BITS)
                 self._epochs[_ID.unpack(key)[0]] = epoch
+        self._reopened = any(True for _ in catalog.notes(_REOPENED))
         erasing = [key for key, _ in catalog.notes(_ERASING)]
         if erasing:
             _erase(catalog, [_ID.unpack(key)[0] for key in erasing if len(key) == _ID.size])

@@ -50,18 +50,25 @@ class Eraser:
         self._pins = pins
         self._counters = counters
         self._end_lease = end_lease
+        self._one = asyncio.Lock()  # a second erasure of a namespace would go on when the first has ended
 
     async def namespace(self, space: Space) -> int:
         """Delete all of a namespace; how many blocks. Its record stays, for it carries the epoch.
 
         Raises ``DiskError`` when the deletion cannot be written down; then nothing was deleted.
         """
+        with self._spaces.busy(space):
+            async with self._one:
+                return await self._namespace(space)
+
+    async def _namespace(self, space: Space) -> int:
         epochs, note = self._spaces.epochs, erasing_note(space.id)
         epoch, notes = epochs.next(space.id)
-        await self._writer.record(self._disk.note, {**notes, note: b""}, self._pins.keys_of(space.id))
-        epochs.move(space.id, epoch)
-        epochs.erasing.add(space.id)
-        self._pins.drop(space.id)
+        async with self._pins.changing:  # one that is made meanwhile must not be noted and forgotten
+            await self._writer.record(self._disk.note, {**notes, note: b""}, self._pins.keys_of(space.id))
+            epochs.move(space.id, epoch)
+            epochs.erasing.add(space.id)
+            self._pins.drop(space.id)
         self._end_leases(space)
         dropped = 0
         try:
@@ -103,11 +110,11 @@ class Eraser:
 
         Raises ``UnitPinned``, and ``DiskError`` as ``namespace`` does.
         """
-        if pins := self._pins.of(row):
-            handles = ", ".join(pin.handle for pin in pins)
-            raise UnitPinned(
-                f"unit {self._index.hashes[row][:6].hex()} is pinned ({handles}); unpin it first"
-            )
+        with self._spaces.busy(space):
+            return await self._unit(space, row)
+
+    async def _unit(self, space: Space, row: int) -> int:
+        self._require_unpinned(row)
         epoch, notes = self._spaces.epochs.next(space.id)
         block = self._index.hashes[row]
         await self._writer.record(self._disk.note, notes, ())
@@ -118,6 +125,7 @@ class Eraser:
             await self._writer.batch_ended()
         if row == NONE or not self._index.kinds[row]:
             return 0
+        self._require_unpinned(row)  # it may have been pinned meanwhile
         tail = self._tail(row)
         if not tail:
             self._writer.unmark(row)
@@ -125,6 +133,13 @@ class Eraser:
             self._drop(each)
         await self._writer.gone()
         return len(tail)
+
+    def _require_unpinned(self, row: int) -> None:
+        if pins := self._pins.of(row):
+            handles = ", ".join(pin.handle for pin in pins)
+            raise UnitPinned(
+                f"unit {self._index.hashes[row][:6].hex()} is pinned ({handles}); unpin it first"
+            )
 
     def _being_written(self, row: int) -> bool:
         return any(map(self._writer.carries, (row, *self._tail(row))))

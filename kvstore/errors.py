@@ -28,6 +28,10 @@ class CapacityTooSmall(InvalidArgument):
     """A tier's byte capacity cannot hold a single block of a layout."""
 
 
+class NamespaceLimit(KVStoreError):
+    """The tenant, the caller or the store has as many namespaces or sizes of blocks open as it may have."""
+
+
 class NotCovered(KVStoreError):
     """The caller's credential does not cover the tenant or service, whether that exists or not."""
 
@@ -46,6 +50,10 @@ class LeaseUnknown(KVStoreError):
 
 class NotReserved(KVStoreError):
     """A commit names a block that this lease did not reserve, or already committed."""
+
+
+class StillWritten(InvalidArgument):
+    """A block to be committed can still be written through its view. Drop what looks at it, commit again."""
 
 
 class ParentMissing(KVStoreError):
@@ -80,6 +88,10 @@ class CorruptBlock(KVStoreError):
     """A payload did not verify. Always turned into a miss and counted."""
 
 
+class BadPlace(CorruptBlock):
+    """A payload could not be read where it lies, while others can: it is lost, and so is the place."""
+
+
 class DiskError(KVStoreError):
     """The DISK tier could not do it (full, failing, damaged); nothing was changed. Free or retry later."""
 
@@ -106,6 +118,14 @@ class ArenaUnavailable(KVStoreError):
 
 class Unavailable(KVStoreError):
     """The store cannot be reached or is shutting down. Treated as a miss."""
+
+
+class LimitReached(Unavailable):
+    """The caller has as many of something as one caller may; others go on. Give some back, or use fewer."""
+
+
+class Forked(Unavailable):
+    """The store or client belongs to the parent process. Treated as a miss; open or connect in the child."""
 
 
 class Unauthenticated(Unavailable):

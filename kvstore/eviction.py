@@ -3,6 +3,9 @@
 A tail is a block nobody stands on and the blocks above it that only it needed. Under the
 policy ``unit`` it reaches up to the next unit or fork, since nothing can hit the blocks
 in between; under ``block`` each block is of use, so a tail is one block.
+
+Blocks that are in memory only may stand on some that are on disk. They keep nothing there: they go
+with their tail, when it is its turn.
 """
 
 from __future__ import annotations
@@ -19,8 +22,12 @@ from kvstore.settings import Policy
 class TailEvictor:
     """Chooses what to evict; the caller removes it from the tiers before asking for more."""
 
-    def __init__(self, index: PrefixIndex, policy: Policy) -> None:
+    def __init__(
+        self, index: PrefixIndex, policy: Policy, is_loose: Callable[[int], bool] = lambda row: False
+    ) -> None:
+        """``is_loose`` says which blocks are in memory only and not meant for the disk."""
         self._index = index
+        self._is_loose = is_loose
         self._whole = policy == "unit"
 
     def evict(
@@ -39,8 +46,10 @@ class TailEvictor:
         leaves = self._leaves(among)
         bared: list[tuple[float, int]] = []  # a heap of rows that became leaves
         while leaves or bared:
-            oldest = heapq.heappop(bared) if _first(bared, leaves) else leaves.pop()
-            tail = list(self._tail(oldest[1]))
+            _, row = heapq.heappop(bared) if _first(bared, leaves) else leaves.pop()
+            if not self._frees_disk(row):
+                continue
+            tail = list(self._tail(row))
             above = self._index.stored_above(tail[-1])
             for row in tail:
                 drop(row)
@@ -53,7 +62,7 @@ class TailEvictor:
     def _leaves(self, among: Collection[int] | None) -> list[tuple[float, int]]:
         """All rows that may go, least recently used last."""
         index = self._index
-        rows = np.flatnonzero(index.leaves() & (view(index.place) != NONE))
+        rows = np.flatnonzero(index.leaves())
         if among is not None:
             rows = rows[np.isin(view(index.namespace)[rows], list(among))]
         used = view(index.used)[rows]
@@ -65,7 +74,14 @@ class TailEvictor:
 
     def _may_go(self, row: int) -> bool:
         index = self._index
-        return index.state[row] == BlockState.PRESENT and index.place[row] != NONE and not index.holds[row]
+        there = index.state[row] == BlockState.PRESENT and not index.holds[row]
+        return there and (index.place[row] != NONE or self._is_loose(row))
+
+    def _frees_disk(self, row: int) -> bool:
+        """Whether the block is on disk, or loose as are all that it stands on down to one that is."""
+        while row != NONE and self._index.place[row] == NONE and self._is_loose(row):
+            row = self._index.parent[row]
+        return row != NONE and self._index.place[row] != NONE
 
     def _tail(self, row: int) -> Iterator[int]:
         index = self._index

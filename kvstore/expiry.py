@@ -44,7 +44,7 @@ class Expiry:
         return min([_LONGEST_TICK, *(limit / 20 for limit in limits if limit)])
 
     async def sweep(self, now: float) -> int:
-        """Drop what has expired at ``now`` (unix seconds); how many blocks."""
+        """Drop what has expired at ``now`` (the store's time); how many blocks."""
         dropped = 0
         if self._ttl:
             dropped += await self._drop(self._idle_tails(now - self._ttl))

@@ -27,7 +27,7 @@ class Setback(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Why a block is not in the store, and since when (unix seconds)."""
+    """Why a block is not in the store, and since when (the store's time)."""
 
     why: Departure | Setback
     at: float

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvstore.arena import Arena
 from kvstore.disk import DiskTier, NewBlock, Stored
-from kvstore.errors import CorruptBlock, DiskError
+from kvstore.errors import BadPlace, CorruptBlock, DiskError
 from kvstore.ghosts import Setback
 from kvstore.hashing import ROOT
 from kvstore.payloads import Place
@@ -226,7 +226,7 @@ class HostTier:
 
     def _failed(self, row: int, slot: int, read: _Read, error: CorruptBlock | DiskError) -> None:
         corrupt = isinstance(error, CorruptBlock)
-        kind = "checksum_failures" if corrupt else "read_errors"
+        kind = "checksum_failures" if corrupt and not isinstance(error, BadPlace) else "read_errors"
         block = self._index.hashes[row][:6].hex()
         self._counters[kind] += 1
         log.warning("event=block_unreadable kind=%s block=%s reason=%s", kind, block, error)

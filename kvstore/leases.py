@@ -17,6 +17,8 @@ from kvstore.arena import Arena
 from kvstore.errors import LeaseUnknown
 from kvstore.prefix_index import PrefixIndex
 
+ID_BITS = 63  # of a lease: nobody guesses one
+
 
 @dataclass(eq=False)
 class Holder:
@@ -58,8 +60,7 @@ class LeaseTable:
         self._arena = arena
         self._seconds = seconds
         self._leases: dict[int, Lease] = {}
-        # A lease from before a restart must not be taken for one of this run.
-        self._last = secrets.randbits(38) << 24
+        self._of_namespace: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -69,10 +70,24 @@ class LeaseTable:
 
     def open(self, holder: Holder, namespace: int, block_bytes: int, now: float) -> Lease:
         """A new lease of a worker."""
-        self._last += 1
-        lease = Lease(self._last, holder, namespace, block_bytes, now + self._seconds)
+        lease = Lease(self._fresh_id(), holder, namespace, block_bytes, now + self._seconds)
         self._leases[lease.id] = holder.leases[lease.id] = lease
+        self._of_namespace[namespace] += 1
         return lease
+
+    def _fresh_id(self) -> int:
+        """An id that tells nothing, neither of other leases nor of how many there are; 0 stands for none.
+
+        So it is not taken for one from before a restart, either.
+        """
+        while True:
+            number = secrets.randbits(ID_BITS)
+            if number and number not in self._leases:
+                return number
+
+    def any_in(self, namespace: int) -> bool:
+        """Whether somebody has a lease in a namespace."""
+        return self._of_namespace[namespace] > 0
 
     def get(self, holder: Holder, lease_id: int) -> Lease:
         """A live lease of this worker; ``LeaseUnknown`` if foreign, released or expired."""
@@ -123,7 +138,10 @@ class LeaseTable:
     def forget(self, lease: Lease) -> None:
         """The lease is over; its rows and slots must have been dropped."""
         lease.ended = True
-        self._leases.pop(lease.id, None)
+        if self._leases.pop(lease.id, None) is not None:
+            self._of_namespace[lease.namespace] -= 1
+            if not self._of_namespace[lease.namespace]:
+                del self._of_namespace[lease.namespace]
         lease.holder.leases.pop(lease.id, None)
 
     def due(self, now: float) -> list[Lease]:

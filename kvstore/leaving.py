@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvstore.disk import Freed
@@ -17,6 +18,14 @@ class Leaving:
 
     def __bool__(self) -> bool:
         return bool(self.freed)
+
+    def has_any(self, blocks: Collection[bytes]) -> bool:
+        """Whether one of these blocks is here."""
+        return bool(blocks) and any(item.hash in blocks for item in self.freed)
+
+    def blocks(self) -> set[bytes]:
+        """The hashes of all that is here."""
+        return {item.hash for item in self.freed}
 
     def gone(self) -> asyncio.Future[None]:
         """Done once all that is here now has left the disk; cancelled if the store ends before."""

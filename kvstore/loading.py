@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import xxhash
 
@@ -18,10 +19,25 @@ from kvstore.arena import Arena
 from kvstore.errors import InvalidArgument, LeaseUnknown
 from kvstore.host import HostTier
 from kvstore.leases import Lease, LeaseTable
-from kvstore.readers import Reader
+from kvstore.readers import Counting, Reader
 
 WINDOW = 16  # blocks read ahead of the announcements
 BATCH = 64  # blocks in one announcement
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a Load brought, in blocks: all that this worker got, and of these what came from the disk.
+
+    ``fresh`` and ``fresh_disk`` are those, and ``missing`` those that were asked for and did not come, that
+    were not counted for the request yet: by another reader of its group, or by an earlier Load.
+    """
+
+    delivered: int
+    disk: int
+    fresh: int
+    fresh_disk: int
+    missing: int
 
 
 class LoadStream:
@@ -46,6 +62,7 @@ class LoadStream:
         on_end: Callable[[Lease], None],
     ) -> None:
         self._lease = lease
+        self._asked = asked
         self._rows = rows  # mean these blocks only while the lease is live
         self._first = first
         self._next = first  # the next block to be read
@@ -61,6 +78,7 @@ class LoadStream:
         self._slots: dict[int, int] = {}  # index -> slot, announced and not given back
         self._closed = False
         self.read_blocks = 0  # announced blocks that came from the disk
+        self.returned_blocks = 0  # that the worker gave back, and so has had
         self.short: int | None = len(rows) if len(rows) < asked else None
 
     @property
@@ -73,10 +91,16 @@ class LoadStream:
         """Bytes of each block."""
         return self._lease.block_bytes
 
-    @property
-    def delivered(self) -> int:
-        """How many blocks were announced so far."""
-        return self._unannounced - self._first
+    def outcome(self, counted: int) -> Outcome:
+        """What has come of it, once it has ended. ``counted`` leading blocks were for an earlier Load."""
+        reached = self._first + self.returned_blocks
+        missing = 0
+        if self.short is not None and self._unannounced >= len(self._rows):
+            missing = max(self._asked - max(reached, counted), 0)
+        counting = self._reader.counting if self._reader is not None else Counting()
+        fresh = counting.came(max(self._first, counted), reached)
+        disk = min(self.read_blocks, self.returned_blocks)
+        return Outcome(self.returned_blocks, disk, fresh, min(disk, fresh), counting.fell_short(missing))
 
     @property
     def _live(self) -> bool:
@@ -155,6 +179,7 @@ class LoadStream:
             if slot is None:
                 raise InvalidArgument(f"block {index} was not announced by this load, or is returned already")
             self._leases.drop_slot(self._lease, slot)
+            self.returned_blocks += 1
         self._leases.renew(self._lease, time.monotonic())
         self._host.notify_room()
 

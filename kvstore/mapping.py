@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from kvstore.address import ARENA_SUFFIX
 from kvstore.errors import ArenaUnavailable, DeadlineExceeded
 from kvstore.memory import fault_in, map_shared
 from kvstore.wire import HANDOVER_VERSION, TOKEN_BYTES, WorkerId
 
-ARENA_SUFFIX = ".arena"
 _HELLO_BYTES = 4096
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import islice
 
 from kvstore.catalog import UnitRecord
 from kvstore.prefix_index import NONE, PrefixIndex
@@ -24,7 +25,7 @@ class UnitMarks:
     def __init__(self, index: PrefixIndex, spaces: SpaceTable) -> None:
         self._index = index
         self._spaces = spaces
-        self._made: set[int] = set()  # rows on disk whose record is not
+        self._made: dict[int, None] = {}  # rows on disk whose record is not; those made first come first
         self._used: set[int] = set()  # rows on disk whose record lacks a use; no reason to write by itself
         self._writing: set[int] = set()  # rows whose record is being written
 
@@ -33,7 +34,7 @@ class UnitMarks:
 
     def make(self, row: int) -> None:
         """A unit was made, or got another kind."""
-        self._made.add(row)
+        self._made[row] = None
 
     def use(self, row: int) -> None:
         """A unit was hit."""
@@ -41,12 +42,12 @@ class UnitMarks:
 
     def hurry_uses(self) -> bool:
         """Uses are a reason to write from now on; whether there are any."""
-        self._made |= self._used
+        self._made |= dict.fromkeys(self._used)
         return bool(self._used)
 
     def drop(self, row: int) -> None:
         """The unit's block leaves."""
-        self._made.discard(row)
+        self._made.pop(row, None)
         self._used.discard(row)
 
     def pending(self, row: int) -> bool:
@@ -61,11 +62,16 @@ class UnitMarks:
         """Rows on disk whose record is not."""
         return list(self._made)
 
-    def take(self, batch: Collection[int]) -> list[UnitRecord]:
-        """The records that can be written now, those of a batch's blocks among them. ``end`` follows."""
-        due = {*batch, *self._made, *self._used}
-        self._made.clear()
-        self._used.clear()
+    def take(self, batch: Collection[int], limit: int | None = None) -> list[UnitRecord]:
+        """The records that can be written now: those of a batch's blocks, and ``limit`` others (None is all).
+
+        ``end`` follows.
+        """
+        due = {*batch, *islice(self._made, limit)}
+        if limit is None:
+            due |= self._used
+        self._made = {row: None for row in self._made if row not in due}
+        self._used -= due
         index = self._index
         self._writing = {r for r in due if index.kinds[r] and (r in batch or index.place[r] != NONE)}
         for row in self._writing:
@@ -79,7 +85,8 @@ class UnitMarks:
             self._index.unhold(row)
         if durable:
             return [row for row in written if row not in self._made]  # others got another kind meanwhile
-        self._made |= {row for row in written if row not in batch and self._index.kinds[row]}
+        # Behind the others, so that one that can never be written does not keep them waiting.
+        self._made |= {row: None for row in written if row not in batch and self._index.kinds[row]}
         return []
 
     def _record(self, row: int) -> UnitRecord:

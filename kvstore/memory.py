@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.errors import ArenaUnavailable, KVStoreError
+from kvstore.memory_limits import tightest
 from kvstore.numa import bind_to_node
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -23,6 +24,8 @@ _HUGE_BYTES = 2 << 20
 _HUGE_SECONDS = 1.0 / (1 << 30)  # a byte, for looking for them
 _STEP_BYTES = 64 << 20  # faulted in by one call, so that whoever does it in the background can stop
 _TRIES = 64
+# What a daemon needs beside its arena, the tables of its pages included: 8 bytes for each of 4 KiB.
+_OWN_BYTES, _PAGE_TABLE_SHARE = 32 << 20, 512
 
 
 def allocate_shared(nbytes: int, numa_node: int | None = None) -> tuple[int, mmap.mmap]:
@@ -31,7 +34,7 @@ def allocate_shared(nbytes: int, numa_node: int | None = None) -> tuple[int, mma
     Raises ``ArenaUnavailable`` when the memory cannot be had, ``InvalidArgument`` for a NUMA node that
     the machine does not have; then nothing is kept.
     """
-    require_available(nbytes)
+    require_available(nbytes, numa_node)
     fd = -1
     try:
         fd = os.memfd_create("latentkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -53,13 +56,16 @@ def allocate_shared(nbytes: int, numa_node: int | None = None) -> tuple[int, mma
         ) from error
 
 
-def require_available(nbytes: int) -> None:
-    """Raises ``ArenaUnavailable`` when there is not so much memory to be had."""
-    available = _available_bytes()
+def require_available(nbytes: int, numa_node: int | None = None, root: Path = Path("/")) -> None:
+    """Raises ``ArenaUnavailable`` when there is not so much memory to be had beside our own needs."""
+    bound = tightest(root, numa_node)
+    available = max(bound.left - _OWN_BYTES, 0) * _PAGE_TABLE_SHARE // (_PAGE_TABLE_SHARE + 1)
     if nbytes > available:
         # The kernel would not refuse, but kill a process of its choice half-way.
         raise ArenaUnavailable(
-            f"host arena of {nbytes} bytes: only {available} bytes of memory are available"
+            f"host arena of {nbytes} bytes: only {available} bytes of memory are available ({bound},"
+            f" and {bound.left - available} are left to the process itself);"
+            f" lower host_bytes, or {bound.mend}"
         )
 
 
@@ -121,17 +127,6 @@ def _advise(mapped: mmap.mmap, advice: int, start: int, nbytes: int) -> bool:
 
 def _address(mapped: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-
-
-def _available_bytes() -> int:
-    """Memory that the machine, and the container if there is one, has to give."""
-    kib = 1024
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * kib
-    with contextlib.suppress(OSError, ValueError):  # no cgroup, or no limit ("max")
-        available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return available
 
 
 def lock_in_memory(mapped: mmap.mmap) -> bool:

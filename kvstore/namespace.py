@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from kvstore.errors import InvalidArgument
 from kvstore.layout import LatentLayout
+from kvstore.showing import require_showable
 
 DIGEST_BYTES = 32
 _PERSON = b"latentkv-ns-v1"
@@ -25,7 +26,7 @@ RopeLayout = Literal["interleaved", "halves"]
 class Namespace:
     """Everything on which the bytes of a block depend besides its tokens.
 
-    ``revision`` is by default a fingerprint sampled from the weights; ``rope`` the
+    ``revision`` is by default a fingerprint of all of the weights; ``rope`` the
     canonical JSON of the rope parameters; ``numerics`` is empty except in exact mode.
     """
 
@@ -48,6 +49,12 @@ class Namespace:
 
     def _text(self, name: str) -> object:
         return object.__getattribute__(self, name)
+
+    def require_showable(self) -> None:
+        """Raises ``InvalidArgument`` for a name that people or terminals would read as something else."""
+        for field in fields(self):
+            if field.name != "layout":
+                require_showable(field.name, str(self._text(field.name)))
 
     def to_json(self) -> str:
         """Canonical form: equal namespaces, and only they, have equal text."""
@@ -75,3 +82,8 @@ class Namespace:
 def _require_text(name: str, value: object) -> None:
     if not isinstance(value, str) or len(value) > 4096:
         raise InvalidArgument(f"{name}={str(value)[:80]!r} is no text of at most 4096 characters")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(f"{name}={value[:80]!r} is no text in UTF-8 ({error.reason})") from None

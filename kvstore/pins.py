@@ -2,10 +2,14 @@
 
 A pin holds the row of its unit's last block; a row that is held, and what it stands on, is neither
 evicted nor expired. Pins are noted in the catalogue, so they hold after a restart too.
+
+What is noted and what is held here change together: each change is one check, one write and what
+follows from both, and no other change comes between them (``changing``).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import secrets
@@ -16,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.admission import Admission
 from kvstore.catalog import Catalog
+from kvstore.clock import StoreTime
 from kvstore.disk import DiskTier
 from kvstore.errors import DiskError, InvalidArgument, PinLimit, PinUnknown, UnitUnknown
 from kvstore.hashing import HASH_BYTES
@@ -32,7 +37,7 @@ _RECORD = struct.Struct(f"<{HASH_BYTES}sIdd")
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One pin, known by its handle. Times in unix seconds."""
+    """One pin, known by its handle. Times are the store's."""
 
     handle: str
     unit: bytes
@@ -60,6 +65,7 @@ class Pins:
         disk: DiskTier,
         writer: Writer,
         admission: Admission,
+        time: StoreTime,
         share: float,
     ) -> None:
         self._index = index
@@ -67,15 +73,18 @@ class Pins:
         self._disk = disk
         self._writer = writer
         self._admission = admission
+        self._time = time
         self._limit = int(share * disk.capacity_bytes)
         self._pins: dict[str, Pin] = {}
         self._rows: dict[str, int] = {}  # by handle
+        self._coming: set[str] = set()  # held already, but not noted yet, so that nobody knows the handle
+        self.changing = asyncio.Lock()  # held from the check on which a note stands until it took effect
         # How many pins, and rows that stand on it and are counted here, keep each row.
         self._kept: Counter[int] = Counter()
         self.nbytes = 0  # of disk that these rows may take
 
     def __iter__(self) -> Iterator[Pin]:
-        return iter(list(self._pins.values()))
+        return iter([pin for pin in self._pins.values() if pin.handle not in self._coming])
 
     def of(self, row: int) -> list[Pin]:
         """The pins of the unit that ends at a row."""
@@ -85,38 +94,58 @@ class Pins:
         """Whether a block belongs to a pinned unit."""
         return row in self._kept
 
-    async def pin(self, row: int, seconds: float, now: float) -> Pin:
+    async def pin(self, row: int, seconds: float) -> Pin:
         """Pin the unit that ends at ``row`` for ``seconds``, once all of it is on disk.
 
         Raises ``InvalidArgument``, ``PinLimit``, ``UnitUnknown`` for a unit of which a block was
-        lost, and ``DiskError`` when it cannot be written.
+        lost or has still to come, and ``DiskError`` when it cannot be written.
         """
-        index = self._index
+        index, now = self._index, self._time.now()
         pin = Pin(secrets.token_hex(8), index.hashes[row], index.namespace[row], now, _end(now, seconds))
         chain = self._chain(row)
         self._require_room(row)
+        self._coming.add(pin.handle)
         self._hold(pin, row)
         try:
-            self._admission.seen(chain)
-            unwritten = [each for each in chain if index.place[each] == NONE]
-            ticket = self._writer.tickets.give([*unwritten, *self._writer.awaited(row)], pin.namespace)
-            self._writer.hurry()
-            if not await self._writer.tickets.wait(ticket):
-                raise DiskError("the unit could not be written to disk, so it is not pinned; try again later")
-            await self._writer.record(self._disk.note, {pin.key: pin.pack()}, ())
+            await self._have_written(row, chain)
+            async with self.changing:
+                self._require_kept(pin, row)
+                await self._writer.record(self._disk.note, {pin.key: pin.pack()}, ())
         except BaseException:
             self._release(pin.handle)
             raise
+        finally:
+            self._coming.discard(pin.handle)
         return pin
+
+    async def _have_written(self, row: int, chain: list[int]) -> None:
+        """Wait until a unit is on disk. Raises ``DiskError``."""
+        self._admission.seen(chain)
+        unwritten = [each for each in chain if self._index.place[each] == NONE]
+        wanted = [*unwritten, *self._writer.awaited(row)]
+        ticket = self._writer.tickets.give(wanted, self._index.namespace[row])
+        self._writer.hurry()
+        if not await self._writer.tickets.wait(ticket):
+            raise DiskError("the unit could not be written to disk, so it is not pinned; try again later")
+
+    def _require_kept(self, pin: Pin, row: int) -> None:
+        """Raises ``UnitUnknown`` when the unit was deleted, or a block of it lost, while it was written."""
+        if pin.handle not in self._pins or not self._index.kinds[row]:
+            raise UnitUnknown(f"unit {pin.unit[:6].hex()} was deleted meanwhile; store it again, then pin it")
+        self._chain(row)
 
     def _chain(self, row: int) -> list[int]:
         """The rows of a unit, last to first. Raises ``UnitUnknown`` if it is not whole."""
-        index, chain = self._index, []
+        index, chain = self._index, list[int]()
+        name = index.hashes[row][:6].hex()
         while row != NONE and index.state[row] == BlockState.PRESENT:
             chain.append(row)
             row = index.parent[row]
-        if index.depth[chain[-1]] != 1:
-            name = index.hashes[chain[0]][:6].hex()
+        if row != NONE and index.state[row] == BlockState.FILLING:
+            raise UnitUnknown(
+                f"unit {name} is not whole: a worker is storing a block of it; pin it after that"
+            )
+        if not chain or index.depth[chain[-1]] != 1:
             raise UnitUnknown(
                 f"unit {name} is not whole: a block of it was lost; store it again, then pin it"
             )
@@ -137,25 +166,24 @@ class Pins:
         size = self._spaces.of(self._index.namespace[row]).block_bytes
         return self._disk.stored_bytes(size, size)
 
-    async def extend(self, handle: str, seconds: float, now: float) -> Pin:
+    async def extend(self, handle: str, seconds: float) -> Pin:
         """Let a pin live for ``seconds`` from now. Raises ``PinUnknown`` and ``DiskError``."""
-        pin = replace(self._get(handle), expires=_end(now, seconds))
-        await self._writer.record(self._disk.note, {pin.key: pin.pack()}, ())
-        if handle not in self._pins:  # dropped meanwhile, so the note must not stay
-            await self._writer.record(self._disk.note, {}, (pin.key,))
-        self._get(handle)
-        self._pins[handle] = pin
+        async with self.changing:
+            pin = replace(self._get(handle), expires=_end(self._time.now(), seconds))
+            await self._writer.record(self._disk.note, {pin.key: pin.pack()}, ())
+            self._pins[handle] = pin
         return pin
 
     async def unpin(self, handle: str) -> None:
         """End a pin. Raises ``PinUnknown`` and ``DiskError``."""
-        pin = self._get(handle)
-        await self._writer.record(self._disk.note, {}, (pin.key,))
-        self._release(handle)
+        async with self.changing:
+            pin = self._get(handle)
+            await self._writer.record(self._disk.note, {}, (pin.key,))
+            self._release(handle)
 
     def _get(self, handle: str) -> Pin:
         pin = self._pins.get(handle)
-        if pin is None:
+        if pin is None or handle in self._coming:
             raise PinUnknown(
                 f"no pin has the handle {handle!r:.80}: it was dropped, or has expired; list the pins"
             )
@@ -163,19 +191,20 @@ class Pins:
 
     async def expire(self, now: float) -> None:
         """End the pins whose time has come. Raises ``DiskError``."""
-        due = [pin for pin in self if pin.expires <= now]
-        if due:
-            await self._writer.record(self._disk.note, {}, [pin.key for pin in due])
-        for pin in due:
-            self._release(pin.handle)
+        async with self.changing:
+            due = [pin for pin in self if pin.expires <= now]
+            if due:
+                await self._writer.record(self._disk.note, {}, [pin.key for pin in due])
+            for pin in due:
+                self._release(pin.handle)
 
     def keys_of(self, namespace: int) -> list[bytes]:
         """Under which the pins of a namespace are noted."""
         return [pin.key for pin in self if pin.namespace == namespace]
 
     def drop(self, namespace: int) -> None:
-        """All of a namespace goes, its pins too; their notes are the caller's."""
-        for pin in self:
+        """All of a namespace goes, its pins too; their notes are the caller's, who is ``changing`` them."""
+        for pin in list(self._pins.values()):
             if pin.namespace == namespace:
                 self._release(pin.handle)
 
@@ -188,7 +217,7 @@ class Pins:
             if pin is None or row == NONE or self._index.state[row] != BlockState.PRESENT:
                 stale.append(_PIN + name)
             else:
-                self._hold(pin, row)
+                self._hold(_not_before(pin, self._time.now()), row)
         if stale:
             log.warning("event=pins_dropped count=%d reason=unit_gone", len(stale))
             catalog.commit(drop_notes=stale)
@@ -249,6 +278,12 @@ def _end(now: float, seconds: float) -> float:
     if not 0 < seconds < math.inf:
         raise InvalidArgument(f"a pin for {seconds} seconds: give a number above 0")
     return now + seconds
+
+
+def _not_before(pin: Pin, now: float) -> Pin:
+    """A pin that was made at a time that is still to come lasts as long as it was to."""
+    ahead = max(pin.created - now, 0.0)
+    return replace(pin, created=pin.created - ahead, expires=pin.expires - ahead)
 
 
 def _unpack(name: bytes, body: bytes | None) -> Pin | None:

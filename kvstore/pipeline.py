@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar, TypeVarTuple
 
 from kvstore.catalog import UnitRecord
+from kvstore.dirty import Lane
 from kvstore.disk import DiskTier, Encoded, NewBlock, Stored
 from kvstore.errors import DiskError
 from kvstore.layout import LatentLayout
@@ -27,19 +28,39 @@ WRITING = 2  # batches whose payloads are on their way
 DEPTH = 2 + WRITING  # batches under way: one that is hashed, those that are written, one that is named
 
 
+class TakenAlong(DiskError):
+    """A batch before this one failed, on whose blocks those of this one may stand."""
+
+
 @dataclass(eq=False)
 class Batch:
     """What one catalogue transaction brings to the disk, and what leaves the disk before it."""
 
     rows: dict[int, int]  # row -> slot, both held until the batch has ended
-    layout: LatentLayout | None  # of all blocks; None if there are none
+    lane: Lane | None  # of all blocks; None if there are none
     blocks: list[NewBlock]  # in the order of rows
     nbytes: int  # of disk that the blocks take at most
     leaving: Leaving = field(default_factory=Leaving)
     before: Batch | None = None  # the batch that must be named first
+    beneath: Batch | None = None  # the last one before it of the same lane
+    clearing: list[Batch] = field(default_factory=list)  # those that take away what this one stores anew
     written: bool = False  # its payloads are durable
+    # What leaves with it and with those before it has left the disk, or could not.
+    cleared: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)  # ended, well or not
     failed: bool = False
+    stuck: bool = False  # what was to leave has not left
+    others: bool = False  # marks of other blocks were with it
+
+    @property
+    def hashes(self) -> set[bytes]:
+        """Of the blocks."""
+        return {block.hash for block in self.blocks}
+
+    @property
+    def layout(self) -> LatentLayout | None:
+        """Of all blocks; None if there are none."""
+        return self.lane.layout if self.lane is not None else None
 
     @property
     def block_bytes(self) -> int:
@@ -51,8 +72,8 @@ class Pipeline:
     """Takes batches to the disk in their order. Owned by the store's event loop.
 
     ``batches`` are those under way, oldest first; only the oldest is ever being named. A batch
-    that fails takes all behind it along: they may stand on its blocks. So a block is never in
-    the catalogue before its parent, and what failed can be queued again in its old order.
+    that fails takes those of its layout behind it along: they may stand on its blocks. So a block
+    is never in the catalogue before its parent, and what failed can be queued again in its old order.
     """
 
     def __init__(self, disk: DiskTier, on_written: Callable[[], None]) -> None:
@@ -75,11 +96,6 @@ class Pipeline:
         return any(not batch.written for batch in self.batches)
 
     @property
-    def rows(self) -> int:
-        """Blocks under way."""
-        return len(self.carried())
-
-    @property
     def nbytes(self) -> int:
         """Bytes of disk that the blocks under way take at most."""
         return sum(batch.nbytes for batch in self.batches)
@@ -95,47 +111,65 @@ class Pipeline:
     def enter(self, batch: Batch) -> None:
         """The batch is under way, behind the others, until ``leave``."""
         batch.before = self.batches[-1] if self.batches else None
+        same = (each for each in reversed(self.batches) if each.lane is batch.lane and batch.rows)
+        batch.beneath = next(same, None)
+        batch.clearing = [each for each in self.batches if each.leaving.has_any(batch.hashes)]
         self.batches.append(batch)
 
     def leave(self, batch: Batch, *, failed: bool) -> None:
         """The batch has ended, all that it changed on the loop included."""
         self.batches.remove(batch)
-        batch.before = None
+        batch.before = batch.beneath = None
+        batch.clearing = []
         batch.failed = failed
         batch.done.set()
 
     async def place(self, batch: Batch) -> list[Stored]:
         """Free what leaves and make the batch's payloads durable; then wait until it is the oldest.
 
-        Raises ``DiskError``, also when a batch before it failed; its payloads are freed then.
+        Raises ``DiskError``, also (``TakenAlong``) when one before it failed; its payloads are freed then.
         """
         stored = await self._write(batch)
         batch.written = True
         self._on_written()
+        beneath, clearing = batch.beneath, batch.clearing
         if batch.before is not None:
             await batch.before.done.wait()
-            if batch.before.failed:
-                self._disk.forsake(batch.block_bytes, stored)
-                raise DiskError("a batch before this one could not be written; this one is written again")
+        # Nor may a record be named that a deletion which is tried again would take away.
+        if (beneath is not None and beneath.failed) or any(each.stuck for each in clearing):
+            self._disk.forsake(batch.block_bytes, stored)
+            raise TakenAlong("a batch before this one could not be written; this one is written again")
         return stored
 
     async def _write(self, batch: Batch) -> list[Stored]:
+        before = batch.before
         # Beside each other, for the catalogue's sync waits behind the writes of the batch before.
         # Both end, whatever becomes of the other: a thread may be reading the slots.
         encoding = asyncio.create_task(self._encode(batch))
         forgetting = asyncio.create_task(self._forget(batch))
+        batch.stuck = bool(batch.leaving)
         await asyncio.wait((encoding, forgetting))
-        await forgetting
+        try:
+            await forgetting
+            await self._free(batch)
+            # Room was made with all that leaves, and not only with what leaves with this batch.
+            if before is not None:
+                await before.cleared.wait()
+        finally:
+            batch.cleared.set()
         encoded = await encoding
-        if batch.leaving:
-            await self._in(self._payloads, self._disk.free, batch.leaving.freed)
-            batch.leaving.settle()
         return await self._in(self._payloads, self._disk.put, batch.block_bytes, encoded)
 
     async def _encode(self, batch: Batch) -> list[Encoded]:
         if batch.layout is None:
             return []
         return await self._in(self._hashing, self._disk.encode, batch.layout, batch.blocks)
+
+    async def _free(self, batch: Batch) -> None:
+        if batch.leaving:
+            await self._in(self._payloads, self._disk.free, batch.leaving.freed)
+            batch.leaving.settle()
+        batch.stuck = False
 
     async def _forget(self, batch: Batch) -> None:
         if batch.leaving:

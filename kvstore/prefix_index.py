@@ -10,12 +10,14 @@ Invariants (``check`` verifies them):
     was lost, or is known only as somebody's parent) has neither, no mark, and has
     children or is held;
   * a FILLING row has a slot and no place;
-  * a row is one deeper than its parent, so chains have no cycles.
+  * a row is one deeper than its parent, so chains have no cycles;
+  * ``population`` has the number of rows of each namespace that has any.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -53,7 +55,7 @@ class BlockState(IntEnum):
 
 @dataclass(slots=True)
 class UnitUse:
-    """What is known of a unit besides its mark. Times in unix seconds."""
+    """What is known of a unit besides its mark. Times are the store's."""
 
     created: float
     used: float
@@ -78,6 +80,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._rows: dict[bytes, int] = {}
+        self.population: Counter[int] = Counter()  # rows by namespace
         self._free: list[int] = []
         self.hashes: list[bytes] = []
         self.state = bytearray()
@@ -92,8 +95,8 @@ class PrefixIndex:
         self.length = array("I")  # stored bytes on disk
         self.codec = bytearray()
         self.checksum = array("Q")  # xxh3-64 of the raw block; valid with a place
-        self.used = array("d")  # unix seconds
-        self.created = array("I")  # unix seconds, when the block was stored
+        self.used = array("d")  # the store's time
+        self.created = array("I")  # the same, when the block was stored
         self.kinds = bytearray()
         self.units: dict[int, UnitUse] = {}
 
@@ -116,6 +119,7 @@ class PrefixIndex:
         self.hashes[row] = block
         self.state[row] = BlockState.ABSENT
         self.namespace[row] = namespace
+        self.population[namespace] += 1
         self.depth[row] = depth
         self.used[row] = used
         self.created[row] = int(used)
@@ -156,6 +160,8 @@ class PrefixIndex:
         """
         first = len(self.hashes)
         hashes: list[bytes] = records["hash"].tolist()
+        owners, counts = np.unique(records["namespace"], return_counts=True)
+        self.population.update(dict(zip(owners.tolist(), counts.tolist(), strict=True)))
         self._widen(len(records))
         self.hashes.extend(hashes)
         self._rows.update(zip(hashes, range(first, len(self.hashes)), strict=True))
@@ -234,11 +240,17 @@ class PrefixIndex:
         if parent != NONE:
             self.children[parent] -= 1
         del self._rows[self.hashes[row]]
+        self._leave(self.namespace[row])
         self.hashes[row] = b""
         self.state[row] = BlockState.FREE
         self.parent[row] = NONE
         self._free.append(row)
         return parent
+
+    def _leave(self, namespace: int) -> None:
+        self.population[namespace] -= 1
+        if not self.population[namespace]:
+            del self.population[namespace]
 
     def hold(self, row: int) -> None:
         """Keep a row, and with it its ancestors, from being evicted."""
@@ -310,7 +322,12 @@ class PrefixIndex:
 
     def touch(self, rows: NDArray[np.int64], now: float) -> None:
         """Note a use of a whole prefix, so that an ancestor is never older than its children."""
-        view(self.used)[rows] = now
+        used = view(self.used)
+        used[rows] = np.maximum(used[rows], now)
+
+    def latest_use(self) -> float:
+        """The latest of all uses, in the store's time; 0 if there is no block. Looks at all."""
+        return float(view(self.used).max(initial=0.0))
 
     def check(self) -> list[str]:
         """Violated invariants; empty when sound."""
@@ -318,7 +335,10 @@ class PrefixIndex:
         for row in self:
             if self.parent[row] != NONE:
                 children[self.parent[row]] += 1
-        return [fault for row in self for fault in self._faults(row, children[row])]
+        faults = [fault for row in self for fault in self._faults(row, children[row])]
+        if self.population != Counter(self.namespace[row] for row in self):
+            faults.append(f"rows by namespace are counted as {self.population}")
+        return faults
 
     def _faults(self, row: int, children: int) -> Iterator[str]:
         state, slot, place = BlockState(self.state[row]), self.slot[row], self.place[row]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvstore.api import Readers
 from kvstore.errors import InvalidArgument
@@ -18,6 +19,26 @@ from kvstore.errors import InvalidArgument
 PATIENCE = 2.0  # seconds that the others wait for a reader that makes no progress
 REMEMBERED = 256  # names of groups that have ended
 MAX_WINDOW = 256  # blocks; fewer than the second chances that the arena gives to wanted ones
+
+
+@dataclass(slots=True)
+class Counting:
+    """How much of one document load is counted already, whichever of its readers brought it. In blocks."""
+
+    reached: int = 0
+    missing: int = 0
+
+    def came(self, first: int, reached: int) -> int:
+        """Blocks ``[first, reached)`` came to a reader. How many of them are not counted yet."""
+        fresh = max(reached - max(first, self.reached), 0)
+        self.reached = max(self.reached, reached)
+        return fresh
+
+    def fell_short(self, missing: int) -> int:
+        """So many blocks did not come to a reader. How many of them are not counted yet."""
+        fresh = max(missing - self.missing, 0)
+        self.missing = max(self.missing, missing)
+        return fresh
 
 
 class Reader:
@@ -33,6 +54,11 @@ class Reader:
         self.position = position
         self.moved = time.monotonic()
         self._group.progressed(self)
+
+    @property
+    def counting(self) -> Counting:
+        """What is counted of the load, by all of its readers."""
+        return self._group.counting
 
     def must_wait(self) -> bool:
         """Whether another one is so far behind that the next block has to wait for it."""
@@ -51,7 +77,9 @@ class ReaderGroup:
     ) -> None:
         self.key = key
         self.count = count
+        self.counting = Counting()
         self._absent = count
+        self._over = False
         self._first = first
         self._window = window
         self._table = table
@@ -60,14 +88,13 @@ class ReaderGroup:
         self._slowest = first
         self._timer: asyncio.TimerHandle | None = None
 
-    def join(self, position: int) -> Reader | None:
-        """One of the readers comes; None for one too many, which nobody waits for."""
-        if not self._absent:
-            return None
-        self._absent -= 1
+    def join(self, position: int) -> Reader:
+        """One of the readers comes. Nobody waits for one too many, nor for any once the group has ended."""
         reader = Reader(self, position)
-        self._members.add(reader)
-        self._find_slowest()
+        if self._absent and not self._over:
+            self._absent -= 1
+            self._members.add(reader)
+            self._find_slowest()
         return reader
 
     def remove(self, reader: Reader) -> None:
@@ -80,6 +107,7 @@ class ReaderGroup:
             return
         if self._timer is not None:
             self._timer.cancel()
+        self._over = True
         self._table.forget(self)
 
     def progressed(self, reader: Reader) -> None:
@@ -127,21 +155,19 @@ class ReaderGroups:
     def __init__(self, window_bytes: int, wake: Callable[[], None], counters: Counter[str]) -> None:
         self._window_bytes = window_bytes
         self._groups: dict[tuple[int, bytes], ReaderGroup] = {}
-        # So that whoever comes when the others have ended waits for nobody.
-        self._over: deque[tuple[int, bytes]] = deque(maxlen=REMEMBERED)
+        # So that whoever comes when the others have ended waits for nobody, and is not counted again.
+        self._over: OrderedDict[tuple[int, bytes], ReaderGroup] = OrderedDict()
         self.wake = wake
         self.counters = counters
 
-    def join(self, namespace: int, readers: Readers, first: int, block_bytes: int) -> Reader | None:
-        """A load that will ask for blocks from ``first`` on joins its group; None if that has ended.
+    def join(self, namespace: int, readers: Readers, first: int, block_bytes: int) -> Reader:
+        """A load that will ask for blocks from ``first`` on joins its group, which may have ended.
 
         Raises ``InvalidArgument`` when the others said another number of readers.
         """
         key = namespace, readers.group
-        group = self._groups.get(key)
+        group = self._groups.get(key) or self._over.get(key)
         if group is None:
-            if key in self._over:
-                return None
             window = min(max(self._window_bytes // block_bytes, 1), MAX_WINDOW)
             group = self._groups[key] = ReaderGroup(key, readers.count, first, window, self)
         if group.count != readers.count:
@@ -153,4 +179,6 @@ class ReaderGroups:
     def forget(self, group: ReaderGroup) -> None:
         """A group without readers has ended."""
         del self._groups[group.key]
-        self._over.append(group.key)
+        self._over[group.key] = group
+        if len(self._over) > REMEMBERED:
+            self._over.popitem(last=False)

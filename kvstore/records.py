@@ -60,10 +60,7 @@ class CheckedCatalog(Catalog):
         )
 
     def drop_damaged(self, damaged: Damaged) -> None:
-        """Drop these records. Raises ``DiskError``.
-
-        A namespace's number is given out again then, so first drop the blocks that name it.
-        """
+        """Drop these records. Raises ``DiskError``."""
         self.commit(drop_blocks=damaged.blocks, drop_units=damaged.units)
         if damaged.namespaces:
             self._write(lambda txn: [txn.delete(key, db=self._namespaces) for key in damaged.namespaces])

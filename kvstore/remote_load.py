@@ -1,8 +1,4 @@
-"""Load against a daemon: through the mapped arena, or as bytes.
-
-A failure on the way never raises inside the iteration: it ends with ``short`` at what
-was delivered whole.
-"""
+"""Load against a daemon: through the mapped arena, or as bytes."""
 
 from __future__ import annotations
 
@@ -11,25 +7,26 @@ import logging
 import queue
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import xxhash
 
-from kvstore.api import LoadedBlock
-from kvstore.errors import CorruptBlock, DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.breaker import CircuitBreaker
+from kvstore.delivery import BlockLoad
+from kvstore.errors import CorruptBlock, DeadlineExceeded, KVStoreError
+from kvstore.lending import Lent, when_unseen
 from kvstore.mapping import Mapping
 from kvstore.transport import error_of
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire import load_returned
+from kvstore.wire import Unheard, load_returned
 
 log = logging.getLogger(__name__)
 
 _QUEUED = 8  # responses read ahead; beyond that gRPC's flow control holds the daemon back
+_POLL_SECONDS = 0.01
 
 
 class LoadCall:
@@ -42,16 +39,17 @@ class LoadCall:
         self,
         start: pb.LoadRequest,
         open_call: Callable[[Iterator[pb.LoadRequest]], Any],
-        on_silence: Callable[[], None],
+        breaker: CircuitBreaker,
     ) -> None:
-        """``on_silence`` is called when a wait ran into its deadline."""
-        self._on_silence = on_silence
+        """``breaker`` learns of a wait that ran into its deadline."""
+        self._breaker = breaker
         self._requests: queue.SimpleQueue[pb.LoadRequest | None] = queue.SimpleQueue()
         self._responses: queue.Queue[pb.LoadResponse | KVStoreError | None] = queue.Queue(_QUEUED)
         self._ended = False  # the reader has put its last item and it was taken
         self._requests.put(start)
         self._call = open_call(iter(self._requests.get, None))
-        threading.Thread(target=self._read, name="latentkv-load", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="latentkv-load", daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         end: KVStoreError | None = None
@@ -67,7 +65,7 @@ class LoadCall:
         try:
             return self._take(max(timeout, 0.0))
         except queue.Empty:
-            self._on_silence()
+            self._breaker.doubt()
             raise DeadlineExceeded(f"no block came within {timeout:.1f} s; go on without it") from None
 
     def _take(self, timeout: float) -> pb.LoadResponse | None:
@@ -80,11 +78,19 @@ class LoadCall:
             raise item
         return item
 
+    def receive_known(self, deadline: float) -> pb.LoadResponse | None:
+        """The next response of a kind that this client knows; a daemon of the future may send others."""
+        while True:
+            response = self.receive(deadline - time.monotonic())
+            if response is None or response.WhichOneof("kind") is not None:
+                return response
+            log.info("event=response_unknown reason=the daemon is newer than this client; upgrade the client")
+
     def receive_lease(self, timeout: float) -> int:
         """The first message: the lease. Raises what the daemon refused the Load with."""
-        response = self.receive(timeout)
+        response = self.receive_known(time.monotonic() + timeout)
         if response is None or response.WhichOneof("kind") != "lease":
-            raise Unavailable("the Load stream did not start with its lease")
+            raise Unheard("the Load stream did not start with its lease")
         return int(response.lease)
 
     def send(self, request: pb.LoadRequest) -> None:
@@ -92,8 +98,13 @@ class LoadCall:
         self._requests.put(request)
 
     def finish(self, timeout: float) -> None:
-        """Say that nothing is held any more, and wait for the daemon to know. Raises like ``receive``."""
+        """Say that nothing is held any more, and wait for the daemon to know. Raises like ``receive``.
+
+        A daemon that does not answer anyway is not waited for.
+        """
         self._requests.put(None)
+        if self._breaker.refuses():
+            raise Unheard("the daemon does not answer, and so is not waited for")
         deadline = time.monotonic() + timeout
         while self.receive(deadline - time.monotonic()) is not None:
             pass
@@ -102,176 +113,134 @@ class LoadCall:
         """Break the stream and end its threads."""
         self._call.cancel()
         self._requests.put(None)
-        for _ in range(_QUEUED + 2):  # what the reader may still want to put
-            with contextlib.suppress(KVStoreError, queue.Empty):
-                self._take(1.0)
+        while not self._ended and self._reader.is_alive():  # it may want to put what it has, and then the end
+            with contextlib.suppress(queue.Empty):
+                item = self._responses.get(timeout=_POLL_SECONDS)
+                self._ended = item is None or isinstance(item, KVStoreError)
+        with contextlib.suppress(queue.Full):
+            self._responses.put_nowait(None)  # for whoever waits in another thread
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a Load asks for: blocks ``[first, count)``, each of them within ``timeout`` seconds."""
+    """What a Load asks for: blocks ``[first, count)``, each of them within ``timeout`` seconds.
+
+    ``end_timeout`` bounds the wait for the daemon to know of the end.
+    """
 
     first: int
     count: int
     block_bytes: int
     timeout: float
+    end_timeout: float
 
 
-class RemoteLoad(ABC):
-    """What both ways share: batches in order, ``short``, and the end."""
-
-    def __init__(self, call: LoadCall, wanted: Wanted) -> None:
-        self._call = call
-        self._next = wanted.first  # blocks before it were delivered, or not asked for
-        self._count = wanted.count
-        self._block_bytes = wanted.block_bytes
-        self._timeout = wanted.timeout
-        self._batch: list[LoadedBlock] = []  # with the caller
-        self._closed = False
-        self._broken = False
-        self.short: int | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._closed:
-            self._closed = True
-            self._take_back()
-            self._end()
-
-    def __iter__(self) -> Iterator[list[LoadedBlock]]:
-        while not self._closed and self.short is None and self._next < self._count:
-            try:
-                self._batch = self._receive()
-            except KVStoreError as error:
-                log.warning("event=load_cut blocks=%d of=%d reason=%s", self._next, self._count, error)
-                self._broken = True
-                self.short = self._next
-                return
-            if not self._batch:
-                return
-            self._next += len(self._batch)
-            yield self._batch
-            self._take_back()
-
-    def _take_back(self) -> list[LoadedBlock]:
-        """The caller's time with the last batch is over: its views end, so a late use is an error."""
-        batch, self._batch = self._batch, []
-        for block in batch:
-            with contextlib.suppress(BufferError):  # an array over it is still alive
-                block.data.release()
-        return batch
-
-    def _next_response(self, deadline: float) -> pb.LoadResponse | None:
-        """A response with blocks; None when the hit ends here."""
-        response = self._call.receive(deadline - time.monotonic())
-        if response is None:
-            raise Unavailable(f"the Load stream ended at block {self._next} of {self._count}")
-        if response.WhichOneof("kind") == "short":
-            self.short = min(max(int(response.short), 0), self._next)
-            return None
-        return response
-
-    @abstractmethod
-    def _receive(self) -> list[LoadedBlock]:
-        """The next batch; empty when the hit ends here."""
-
-    @abstractmethod
-    def _end(self) -> None:
-        """Leave nothing held."""
+def _next_blocks(call: LoadCall, expected: int, count: int, deadline: float) -> pb.LoadResponse:
+    """A response with blocks, or ``short``."""
+    response = call.receive_known(deadline)
+    if response is None:
+        raise Unheard(f"the Load stream ended at block {expected} of {count}")
+    return response
 
 
-class MappedLoad(RemoteLoad):
+class _MappedSource:
     """Blocks as views of the arena, whose slots go back as credits."""
 
     def __init__(self, call: LoadCall, wanted: Wanted, mapping: Mapping, release: Callable[[], None]) -> None:
-        super().__init__(call, wanted)
+        self._call = call
+        self._wanted = wanted
         self._mapping = mapping
         self._release = release
 
-    def _receive(self) -> list[LoadedBlock]:
-        response = self._next_response(time.monotonic() + self._timeout)
-        if response is None:
-            return []
-        announced = response.announced
-        if announced.first != self._next or len(announced.offsets) > self._count - self._next:
-            raise Unavailable(f"blocks {announced.first} on were announced, expected {self._next} on")
-        return [
-            LoadedBlock(self._next + i, self._mapping.view(offset, self._block_bytes).toreadonly())
-            for i, offset in enumerate(announced.offsets)
-        ]
+    def receive(self, expected: int) -> list[Lent] | int:
+        """See ``Source``."""
+        wanted, deadline = self._wanted, time.monotonic() + self._wanted.timeout
+        announced = pb.Announced()
+        while not announced.offsets:
+            response = _next_blocks(self._call, expected, wanted.count, deadline)
+            if response.WhichOneof("kind") == "short":
+                return int(response.short)
+            announced = response.announced
+            if announced.first != expected or len(announced.offsets) > wanted.count - expected:
+                raise Unheard(f"blocks {announced.first} on were announced, expected {expected} on")
+        views = [self._mapping.view(offset, wanted.block_bytes) for offset in announced.offsets]
+        return [Lent(view, readonly=True) for view in views]
 
-    def _take_back(self) -> list[LoadedBlock]:
-        batch = super()._take_back()
-        if batch:
-            self._call.send(load_returned(block.index for block in batch))
-        return batch
+    def give_back(self, indices: Sequence[int]) -> None:
+        """See ``Source``."""
+        self._call.send(load_returned(indices))
 
-    def _end(self) -> None:
+    def end(self, seen: Sequence[Lent], *, wait: bool) -> None:
         """The daemon must know that the slots are free, or else never use them again."""
-        try:
-            if not self._broken:
-                self._call.finish(self._timeout)
+        if wait and not seen:
+            try:
+                self._call.finish(self._wanted.end_timeout)
+                self._call.cancel()
+                self._mapping.done()
                 return
-        except KVStoreError as error:
-            log.warning("event=load_end_unheard reason=%s", error)
-        finally:
-            self._call.cancel()
-            self._mapping.done()
+            except KVStoreError as error:
+                log.warning("event=load_end_unheard reason=%s", error)
+        self._call.cancel()
+        when_unseen(seen, self._leave)
+
+    def _leave(self) -> None:
+        self._mapping.done()
         self._release()
 
 
-class ByteLoad(RemoteLoad):
+class _ByteSource:
     """Blocks as received bytes, each checked against its checksum.
 
     One stream: the daemon's loop alone fills a core with it, so more streams only cost more.
     """
 
     def __init__(self, call: LoadCall, wanted: Wanted, on_damaged: Callable[[], None]) -> None:
-        super().__init__(call, wanted)
+        self._call = call
+        self._wanted = wanted
         self._on_damaged = on_damaged
 
-    def _receive(self) -> list[LoadedBlock]:
-        deadline = time.monotonic() + self._timeout
-        buffer = bytearray(self._block_bytes)
+    def receive(self, expected: int) -> list[Lent] | int:
+        """See ``Source``."""
+        wanted, deadline = self._wanted, time.monotonic() + self._wanted.timeout
+        buffer = bytearray(wanted.block_bytes)
         done = 0
         while True:
-            response = self._next_response(deadline)
-            if response is None:
-                return []
+            response = _next_blocks(self._call, expected, wanted.count, deadline)
+            if response.WhichOneof("kind") == "short":
+                return int(response.short)
             chunk = response.chunk
             end = done + len(chunk.data)
-            if chunk.block != self._next or chunk.offset != done or end > len(buffer):
-                raise Unavailable(f"a piece of block {chunk.block} at {chunk.offset} came out of order")
+            if chunk.block != expected or chunk.offset != done or end > len(buffer):
+                raise Unheard(f"a piece of block {chunk.block} at {chunk.offset} came out of order")
             buffer[done:end] = chunk.data
             done = end
             if chunk.last:
                 break
         if done != len(buffer) or xxhash.xxh3_64_intdigest(buffer) != chunk.checksum:
             self._on_damaged()
-            raise CorruptBlock(f"block {self._next} was damaged on its way")
-        return [LoadedBlock(self._next, memoryview(buffer).toreadonly())]
+            raise CorruptBlock(f"block {expected} was damaged on its way")
+        return [Lent(memoryview(buffer), readonly=True)]
 
-    def _end(self) -> None:
+    def give_back(self, indices: Sequence[int]) -> None:
+        """See ``Source``: they are the caller's own."""
+
+    def end(self, seen: Sequence[Lent], *, wait: bool) -> None:
+        """See ``Source``."""
         self._call.cancel()
 
 
-class EndedLoad:
-    """A Load that could not start: a miss."""
+class MappedLoad(BlockLoad):
+    """A Load whose blocks are read where they lie."""
 
-    def __init__(self, short: int) -> None:
-        self.short: int | None = short
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    def __init__(
+        self, call: LoadCall, wanted: Wanted, mapping: Mapping, release: Callable[[], None], owner: object
     ) -> None:
-        return None
+        source = _MappedSource(call, wanted, mapping, release)
+        super().__init__(source, wanted.first, wanted.count, owner)
 
-    def __iter__(self) -> Iterator[list[LoadedBlock]]:
-        return iter(())
+
+class ByteLoad(BlockLoad):
+    """A Load whose blocks travel."""
+
+    def __init__(self, call: LoadCall, wanted: Wanted, on_damaged: Callable[[], None], owner: object) -> None:
+        super().__init__(_ByteSource(call, wanted, on_damaged), wanted.first, wanted.count, owner)

@@ -5,14 +5,15 @@ Part of the store; owned by its event loop like the tables that it works on.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 from kvstore.admission import Admission
 from kvstore.api import ReserveState
 from kvstore.arena import Arena
+from kvstore.clock import StoreTime
 from kvstore.errors import InvalidArgument, NamespaceMismatch, NotReserved, ParentMissing
 from kvstore.ghosts import GhostList, Gone, Setback
 from kvstore.hashing import ROOT
@@ -48,6 +49,7 @@ class Reserver:
         writer: Writer,
         admission: Admission,
         counters: Counter[str],
+        time: StoreTime,
         *,
         quota_bytes: int,
     ) -> None:
@@ -59,6 +61,7 @@ class Reserver:
         self._writer = writer
         self._admission = admission
         self._counters = counters
+        self._time = time
         self._quota = quota_bytes
 
     def reserve(
@@ -70,7 +73,7 @@ class Reserver:
             raise NamespaceMismatch(f"lease {lease_id} belongs to another namespace; reserve without it")
         above = self._parent_row(space, parent)
         self._check_chain(space, above, hashes)
-        now = time.monotonic()
+        now = monotonic()
         lease = lease or self._leases.open(holder, space.id, space.block_bytes, now)
         self._leases.renew(lease, now)
         if above != NONE and above not in lease.stored:
@@ -79,7 +82,7 @@ class Reserver:
 
     def put_off(self, holder: Holder, space: Space, count: int, lease_id: int) -> Reserved:
         """No slots for so many blocks now, for their namespace is being erased: come back."""
-        now = time.monotonic()
+        now = monotonic()
         lease = self._leases.get(holder, lease_id) if lease_id else None
         lease = lease or self._leases.open(holder, space.id, space.block_bytes, now)
         self._leases.renew(lease, now)
@@ -120,7 +123,7 @@ class Reserver:
             above = row
 
     def _reserve_chain(self, space: Space, lease: Lease, above: int, hashes: Sequence[bytes]) -> Reserved:
-        index, now = self._index, time.time()
+        index, now = self._index, self._time.now()
         states: list[ReserveState] = []
         offsets: list[int] = []
         present = NONE
@@ -176,7 +179,7 @@ class Reserver:
         """The bytes of a slot being filled; good until the loop runs on."""
         lease = self._leases.get(holder, lease_id)
         row = self._filling_row(lease, block)
-        self._leases.renew(lease, time.monotonic())
+        self._leases.renew(lease, monotonic())
         return self._arena.view(self._index.slot[row])
 
     def _filling_row(self, lease: Lease, block: bytes) -> int:
@@ -197,7 +200,7 @@ class Reserver:
         if len(set(rows)) != len(rows):
             raise NotReserved("a block is named twice in one commit; name each block once")
         marks = [(self._unit_row(lease, unit, hashes), unit.kinds) for unit in units]
-        self._leases.renew(lease, time.monotonic())
+        self._leases.renew(lease, monotonic())
         for block, row in zip(hashes, rows, strict=True):
             self._seal(lease, block, row)
         for row, kinds in marks:
@@ -227,7 +230,7 @@ class Reserver:
     def _seal(self, lease: Lease, block: bytes, row: int) -> None:
         index = self._index
         index.state[row] = BlockState.PRESENT
-        index.created[row] = int(time.time())
+        index.created[row] = int(self._time.now())
         self._arena.seal(index.slot[row])
         del lease.filling[block]
         self._leases.drop_slot(lease, index.slot[row])
@@ -243,7 +246,7 @@ class Reserver:
 
     def mark(self, row: int, kinds: UnitKind) -> None:
         """Make a unit end at a row; to ask for one that is there is a use of it."""
-        now = time.time()
+        now = self._time.now()
         if self._index.mark(row, kinds, now):
             self._writer.unit(row)
         self._index.units[row].used = now

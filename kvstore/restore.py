@@ -25,7 +25,8 @@ def restore(index: PrefixIndex, disk: DiskTier, spaces: SpaceTable, counters: Co
     Payloads that no record names are freed; records whose payload is gone are dropped.
     Raises ``DiskError``.
     """
-    _fill(index, disk.catalog, spaces)
+    holding = _fill(index, disk.catalog, spaces)
+    disk.drop_namespaces(spaces.forget_closed(holding), {})
     disk.sweep(spaces.known_sizes)
     for size, ids in spaces.by_size().items():
         rows = np.flatnonzero(np.isin(view(index.namespace), ids) & (view(index.place) != NONE))
@@ -55,15 +56,19 @@ def used_bytes(index: PrefixIndex, disk: DiskTier, spaces: SpaceTable) -> Counte
     return used
 
 
-def _fill(index: PrefixIndex, catalog: Catalog, spaces: SpaceTable) -> None:
+def _fill(index: PrefixIndex, catalog: Catalog, spaces: SpaceTable) -> set[int]:
+    """Returns the ids of all namespaces of which there are blocks."""
+    holding = set[int]()
     opened = [number for ids in spaces.by_size().values() for number in ids]
     parents = bytearray()
     for chunk in catalog.blocks():
+        holding.update(np.unique(chunk["namespace"]).tolist())
         records = chunk[np.isin(chunk["namespace"], opened)]
         index.extend(records)
         parents += records["parent"].tobytes()
     # Records come by hash: a parent may be in the last chunk, so only now the chains can be tied.
     index.link(np.frombuffer(parents, f"V{HASH_BYTES}"))
+    return holding
 
 
 def _trim_heap() -> None:

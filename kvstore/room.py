@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvstore.disk import DiskTier
 from kvstore.eviction import TailEvictor
-from kvstore.prefix_index import PrefixIndex
+from kvstore.prefix_index import NONE, PrefixIndex
 from kvstore.settings import StoreSettings
 from kvstore.spaces import SpaceTable
 
@@ -22,49 +22,83 @@ class Room:
         spaces: SpaceTable,
         settings: StoreSettings,
         evict: Callable[[int], None],
+        is_loose: Callable[[int], bool],
     ) -> None:
-        """``evict`` is called on rows that have to leave, and calls ``leave``."""
+        """``evict`` is called on rows that have to leave, and calls ``leave``; see ``TailEvictor``."""
         self._index = index
         self._disk = disk
         self._spaces = spaces
-        self._evictor = TailEvictor(index, settings.policy)
+        self._evictor = TailEvictor(index, settings.policy, is_loose)
         self._evict = evict
         self._quota, self._quotas = settings.tenant_bytes, dict(settings.tenant_quotas)
         self.used: Counter[int] = Counter()  # by id of the namespace
+        self._left = 0  # bytes that have left since the start
 
     @property
     def used_bytes(self) -> int:
         """Of all namespaces."""
         return self.used.total()
 
-    def enter(self, row: int) -> None:
-        """A block is on disk now."""
-        self.used[self._index.namespace[row]] += self._stored_bytes(row)
+    def enter(self, row: int, length: int) -> None:
+        """A block is on disk now, with so many bytes stored."""
+        self.used[self._index.namespace[row]] += self._stored_bytes(row, length)
 
     def leave(self, row: int) -> None:
         """A block that is on disk leaves it."""
-        self.used[self._index.namespace[row]] -= self._stored_bytes(row)
+        namespace = self._index.namespace[row]
+        nbytes = self._stored_bytes(row, self._index.length[row])
+        self.used[namespace] -= nbytes
+        if not self.used[namespace]:
+            del self.used[namespace]
+        self._left += nbytes
 
-    def _stored_bytes(self, row: int) -> int:
-        block_bytes = self._spaces.of(self._index.namespace[row]).block_bytes
-        return self._disk.stored_bytes(block_bytes, self._index.length[row])
+    def _stored_bytes(self, row: int, length: int) -> int:
+        return self._disk.stored_bytes(self._block_bytes(row), length)
 
-    def need(self, rows: Collection[int]) -> int:
+    def need(self, rows: Iterable[int]) -> int:
         """Bytes of disk that these blocks take at most, once they are written."""
-        sizes = (self._spaces.of(self._index.namespace[row]).block_bytes for row in rows)
-        return sum(self._disk.stored_bytes(size, size) for size in sizes)
+        return sum(map(self._need, rows))
+
+    def _need(self, row: int) -> int:
+        return self._stored_bytes(row, self._block_bytes(row))
 
     def keep_within(self) -> None:
         """Evict what is too much: the disk, or a tenant, may have been given fewer bytes."""
         for tenant in {space.namespace.tenant for space in self._spaces}:
             if quota := self._quota_of(tenant):
-                self._make_for(self._ids_of(tenant), quota)
-        self._evictor.evict(lambda: self.used_bytes <= self._disk.capacity_bytes, self._evict)
+                self._make_for(self._spaces.allowances.ids_of(tenant), quota)
+        self._free(self.used_bytes - self._disk.capacity_bytes)
 
     def make(self, block_bytes: int, nbytes: int) -> bool:
         """Evict until so many more bytes, in blocks of this size, fit; False if that can't be had."""
-        limit = self._disk.limit_bytes(block_bytes)
-        return self._evictor.evict(lambda: self.used_bytes + nbytes <= limit, self._evict)
+        return self._free(self.used_bytes + nbytes - self._disk.limit_bytes(block_bytes))
+
+    def _free(self, nbytes: int, among: Collection[int] | None = None) -> bool:
+        """Evict until so many bytes have left (of these namespaces); False if there is no more to evict."""
+        goal = self._left + nbytes
+        return self._evictor.evict(lambda: self._left >= goal, self._evict, among)
+
+    def fitting(self, rows: Sequence[int], under_way: int) -> int:
+        """Evict what blocks of one layout need beside so many bytes; how many of the first of them fit."""
+        size = self._block_bytes(rows[0])
+        if self.make(size, under_way + self.need(rows)):
+            return len(rows)
+        return self._first(rows, self._disk.limit_bytes(size) - self.used_bytes - under_way)
+
+    def never_fits(self, row: int) -> bool:
+        """Whether a block and those before it are more than the whole disk may hold."""
+        index, limit = self._index, self._disk.limit_bytes(self._block_bytes(row))
+        if index.depth[row] * self._need(row) <= limit:
+            return False
+        nbytes = 0
+        while row != NONE and nbytes <= limit:
+            written = index.place[row] != NONE
+            nbytes += self._stored_bytes(row, index.length[row]) if written else self._need(row)
+            row = index.parent[row]
+        return nbytes > limit
+
+    def _block_bytes(self, row: int) -> int:
+        return self._spaces.of(self._index.namespace[row]).block_bytes
 
     def beyond_quota(self, rows: Collection[int], under_way: Collection[int]) -> list[int]:
         """Evict from the tenants of these rows, each its own, what their quotas need; rows that still
@@ -78,31 +112,31 @@ class Room:
         beyond: list[int] = []
         for tenant, own in mine.items():
             if quota := self._quota_of(tenant):
-                ids = self._ids_of(tenant)
-                coming = self.need([row for row in under_way if self._index.namespace[row] in ids])
-                fits = self._fitting(own, quota - coming)
-                while fits and not self._make_for(ids, quota - coming - self.need(own[:fits])):
-                    fits -= 1
-                beyond += own[fits:]
+                ids = self._spaces.allowances.ids_of(tenant)
+                free = quota - self.need(row for row in under_way if self._index.namespace[row] in ids)
+                # What is more than the whole quota would evict in vain.
+                fits = self._first(own, free)
+                self._make_for(ids, free - self.need(own[:fits]))
+                beyond += own[self._first(own, free - self._used_by(ids)) :]
         return beyond
 
-    def _fitting(self, rows: list[int], nbytes: int) -> int:
+    def _first(self, rows: Sequence[int], nbytes: int) -> int:
         """How many of the first rows so many bytes are enough for."""
-        for count in range(len(rows)):
-            nbytes -= self.need(rows[count : count + 1])
+        for count, row in enumerate(rows):
+            nbytes -= self._need(row)
             if nbytes < 0:
                 return count
         return len(rows)
 
     def _make_for(self, ids: Collection[int], nbytes: int) -> bool:
         """Evict from these namespaces until they have no more than so many bytes; False if they have."""
-        return self._evictor.evict(lambda: sum(self.used[each] for each in ids) <= nbytes, self._evict, ids)
+        return self._free(self._used_by(ids) - nbytes, ids)
+
+    def _used_by(self, ids: Collection[int]) -> int:
+        return sum(self.used[each] for each in ids)
 
     def _tenant(self, row: int) -> str:
         return self._spaces.of(self._index.namespace[row]).namespace.tenant
 
     def _quota_of(self, tenant: str) -> int:
         return self._quotas.get(tenant, self._quota)
-
-    def _ids_of(self, tenant: str) -> set[int]:
-        return {space.id for space in self._spaces if space.namespace.tenant == tenant}

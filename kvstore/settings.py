@@ -34,6 +34,8 @@ class StoreSettings:
     policy: Policy = "unit"
     tenant_bytes: int = 0  # of disk that one tenant may fill; 0 is all of it
     tenant_quotas: Mapping[str, int] = field(default_factory=dict)  # the same for those named here
+    tenant_namespaces: int = 4096  # that one tenant, or one caller, may have open
+    tenant_block_sizes: int = 8  # and of how many sizes of blocks
     admit: Admit = "always"  # what goes to disk: all blocks, or those that were seen before
     codec: CodecName = "raw"
     payloads: PayloadKind = "lmdb"
@@ -61,6 +63,8 @@ class StoreSettings:
             ("disk_bytes", self.disk_bytes, 16 * MIB),
             ("ghost_bytes", self.ghost_bytes, 0),
             ("readers", self.readers, 1),
+            ("tenant_namespaces", self.tenant_namespaces, 1),
+            ("tenant_block_sizes", self.tenant_block_sizes, 1),
             ("numa_node", self.numa_node or 0, 0),
         ):
             if value < least:

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.admission import Admission
+from kvstore.allowance import Allowances
 from kvstore.api import Match, MissReason, Readers, Status, TierStatus
 from kvstore.arena import Arena
 from kvstore.audit import Held, audit, held
+from kvstore.clock import Clock, StoreTime
+from kvstore.departures import Departures
 from kvstore.disk import DiskTier
 from kvstore.errors import InvalidArgument, Unavailable
-from kvstore.ghosts import GhostList, Gone, Setback
+from kvstore.ghosts import GhostList
 from kvstore.hashing import check_hashes
 from kvstore.host import HostTier
 from kvstore.keeping import Keeping
@@ -30,7 +33,7 @@ from kvstore.leases import Holder, Lease, LeaseTable
 from kvstore.loading import LoadStream
 from kvstore.matching import Matcher, checked_prompt
 from kvstore.namespace import Namespace
-from kvstore.observer import Departure, Observer, Unobserved
+from kvstore.observer import Observer, Unobserved
 from kvstore.payloads import OpenPayloads
 from kvstore.prefix_index import NONE, PrefixIndex, Walk
 from kvstore.readers import ReaderGroups
@@ -39,7 +42,9 @@ from kvstore.restore import restore, used_bytes
 from kvstore.settings import StoreSettings
 from kvstore.slots import SlotState
 from kvstore.spaces import Space, SpaceTable
+from kvstore.supervision import Supervisor, Work
 from kvstore.survey import Survey, survey
+from kvstore.tickets import unknown_ticket
 from kvstore.trail import Trail, trail
 from kvstore.units import UnitKind, UnitMark, check_interval
 from kvstore.writeback import Writer
@@ -50,54 +55,45 @@ __all__ = ["Reserved", "Store"]
 class Store:
     """A store in the process that owns its data directory. Use it from its event loop only."""
 
-    def __init__(self, settings: StoreSettings, disk: DiskTier, arena: Arena, observer: Observer) -> None:
+    def __init__(
+        self,
+        settings: StoreSettings,
+        disk: DiskTier,
+        arena: Arena,
+        observer: Observer,
+        clock: Clock | None = None,
+    ) -> None:
         self.settings = settings
         self.arena = arena
         self.counters: Counter[str] = Counter()
         self._disk = disk
-        self._observer = observer
+        self.time = StoreTime(clock or Clock(), self.counters)
         self._index = PrefixIndex()
         self._ghosts = GhostList(settings.ghost_bytes)
-        self._spaces = SpaceTable(disk, arena)
+        self._spaces = SpaceTable(disk, arena, Allowances.of(settings))
         self._matcher = Matcher(self._index, self._ghosts, policy=settings.policy, interval=settings.interval)
         self._leases = LeaseTable(self._index, arena, seconds=settings.lease_seconds)
         self._host = HostTier(self._index, arena, disk, self._spaces, self.counters)
+        self.supervisor = Supervisor(self.counters)
         self._writer = Writer(
-            self._index, arena, self._host, disk, self._spaces, self.counters, settings=settings
+            self._index, arena, self._host, disk, self._spaces, self.counters, settings, self.supervisor
         )
-        self._writer.on_left = self._note_departure
-        self._host.on_lost = self._writer.settle_lost
-        self._host.on_setback = self._note_setback
+        departures = Departures(self._index, self._ghosts, observer, self.time)
+        self._writer.on_left = departures.left
+        self._host.on_lost = self._writer.lost
+        self._host.on_setback = departures.set_back
         self._host.on_corrupt = self._writer.corrupt
         self._admission = Admission(
             self._index, arena, self._host, self._ghosts, self._writer, self.counters, settings.admit
         )
+        tiers = self._host, self._writer, self._admission, self.counters, self.time
         self._reserver = Reserver(
-            self._index,
-            self._ghosts,
-            arena,
-            self._leases,
-            self._host,
-            self._writer,
-            self._admission,
-            self.counters,
-            quota_bytes=self._quota_bytes,
+            self._index, self._ghosts, arena, self._leases, *tiers, quota_bytes=self._quota_bytes
         )
         # Readers hold half of the arena; half of the rest is what they may be apart.
         self._readers = ReaderGroups(self._quota_bytes // 2, self._host.notify_room, self.counters)
-        self.keeping = Keeping(
-            settings,
-            self._index,
-            self._spaces,
-            self._leases,
-            self._host,
-            disk,
-            self._writer,
-            self._admission,
-            self.counters,
-            self._expire,
-        )
-        self._clocks: list[asyncio.Task[None]] = []
+        tables = self._index, self._spaces, self._leases, *tiers
+        self.keeping = Keeping(settings, disk, *tables, arena, self._expire)
         self._closing = False
 
     @classmethod
@@ -106,6 +102,7 @@ class Store:
         settings: StoreSettings,
         open_payloads: OpenPayloads | None = None,
         observer: Observer | None = None,
+        clock: Clock | None = None,
     ) -> Store:
         """Open or create the store of a data directory; ``observer`` hears of what happens in it.
 
@@ -117,7 +114,7 @@ class Store:
             undo.callback(disk.close)
             arena = Arena(settings.host_bytes, lead=disk.lead)
             undo.callback(arena.close)
-            store = cls(settings, disk, arena, observer or Unobserved())
+            store = cls(settings, disk, arena, observer or Unobserved(), clock)
             # Side by side: one waits for the kernel to find memory, the other one computes.
             backing = asyncio.to_thread(arena.back, settings.numa_node)
             restoring = asyncio.to_thread(store._restore)
@@ -126,12 +123,23 @@ class Store:
                     raise failure
             undo.pop_all()
         store._writer.start()
-        store._clocks = [asyncio.create_task(clock()) for clock in (store._expire_leases, store.keeping.tend)]
+        for name, work in store._clocks().items():
+            store.supervisor.start(name, work)
         return store
+
+    def _clocks(self) -> dict[str, Work]:
+        """What runs beside the writer as long as the store, by name."""
+        return {
+            "leases": self._expire_leases,
+            "uses": self.keeping.keep_uses,
+            "expiry": self.keeping.tend,
+            "clock": self.keeping.watch_clock,
+        }
 
     def _restore(self) -> None:
         self._spaces.restore()
         self._writer.room.used = restore(self._index, self._disk, self._spaces, self.counters)
+        self.time.restore(self._disk.catalog, self._index.latest_use())
         self.keeping.restore(self._disk.catalog)
 
     # --- workers
@@ -148,28 +156,22 @@ class Store:
 
     # --- verbs
 
-    async def open_namespace(self, namespace: Namespace) -> bytes:
+    async def open_namespace(self, namespace: Namespace, opener: str | None = None) -> bytes:
         """Register a namespace; its digest is the key of its hash chains.
 
-        Raises ``CapacityTooSmall``, ``InvalidArgument`` when the interval of units does not fit
-        its blocks, and ``DiskError`` when a new one cannot be catalogued.
+        It counts for its tenant's share, and that of the caller named ``opener``. Raises ``DiskError``,
+        ``CapacityTooSmall``, ``NamespaceLimit``, and ``InvalidArgument`` for what does not fit its blocks or
+        has a name that is not seen as it is.
         """
         self._accepting()
-        known = self._spaces.find(namespace)
-        if known is not None:
-            return known.digest
+        if self._spaces.find(namespace) is None:
+            namespace.require_showable()  # those of an older catalogue stay as they are
         check_interval(self.settings.interval, namespace.layout.block_tokens)
-        self._spaces.fit(namespace.layout)
-        number, digest = await self._writer.record(self._disk.add_namespace, namespace)
-        return self._spaces.admit(number, namespace, digest).digest
+        return (await self.keeping.registry.open(namespace, opener)).digest
 
     def space(self, namespace: bytes) -> Space:
         """The open namespace with this digest. Raises ``NamespaceUnknown``."""
         return self._spaces.get(namespace)
-
-    def spaces(self) -> list[Space]:
-        """The open namespaces."""
-        return list(self._spaces)
 
     def match(
         self, namespace: bytes, hashes: Sequence[bytes], tokens: int, *, align: int, store: bool
@@ -201,7 +203,8 @@ class Store:
         """What ``match`` would answer, and what is known of the place where it stops. Counts nothing."""
         space = self._spaces.get(namespace)
         prompt = checked_prompt(hashes, tokens, space.layout.block_tokens, align)
-        return trail(self._index, self._ghosts, self._matcher, prompt, self._walk(space.id, hashes))
+        walk = self._walk(space.id, hashes)
+        return trail(self._index, self._ghosts, self._matcher, prompt, walk, self.time.to_wall)
 
     def load(
         self,
@@ -219,10 +222,10 @@ class Store:
             raise InvalidArgument(f"first={first} is outside [0, {len(hashes)}]")
         walked = self._walk(space.id, hashes).rows
         reader = self._readers.join(space.id, readers, first, space.block_bytes) if readers else None
-        now = time.time()
+        now = self.time.now()
         self._index.touch(walked, now)
         rows: list[int] = walked.tolist()
-        lease = self._leases.open(holder, space.id, space.block_bytes, time.monotonic())
+        lease = self._leases.open(holder, space.id, space.block_bytes, monotonic())
         if rows:
             self._leases.keep_row(lease, rows[-1])
             self._note_use(walked, now)
@@ -288,7 +291,9 @@ class Store:
 
     def tenant_of_ticket(self, ticket: int) -> str:
         """Whose blocks a commit was about. Raises ``TicketUnknown``."""
-        return self._spaces.of(self._writer.tickets.namespace(ticket)).namespace.tenant
+        if (space := self._spaces.known(self._writer.tickets.namespace(ticket))) is None:
+            raise unknown_ticket(ticket)
+        return space.namespace.tenant
 
     def release(self, holder: Holder, lease: int) -> None:
         """End a lease of this worker, expired or not; others are ignored."""
@@ -296,16 +301,6 @@ class Store:
         if held is not None:
             self._end(held)
             self._host.notify_room()
-
-    def _note_departure(self, row: int, why: Departure) -> None:
-        now, unit = time.time(), self._index.units.get(row)
-        self._ghosts.leave(self._index.hashes[row], Gone(why, now))
-        self._observer.block_left(why, now - self._index.used[row])
-        if unit is not None:
-            self._observer.unit_left(why, now - unit.created, unit.hits)
-
-    def _note_setback(self, block: bytes, why: Setback) -> None:
-        self._ghosts.leave(block, Gone(why, time.time()))
 
     # --- ends
 
@@ -323,7 +318,7 @@ class Store:
     async def _expire_leases(self) -> None:
         while True:
             await asyncio.sleep(self.settings.lease_seconds / 4)
-            for lease in self._leases.due(time.monotonic()):
+            for lease in self._leases.due(monotonic()):
                 self.counters["expired_leases"] += 1
                 self._expire(lease)
 
@@ -340,6 +335,8 @@ class Store:
     def _accepting(self) -> None:
         if self._closing:
             raise Unavailable("the store is shutting down; try again when it is back")
+        if self.supervisor.why is not None:
+            raise Unavailable(f"the store has failed and must be opened again: {self.supervisor.why}")
 
     @property
     def _quota_bytes(self) -> int:
@@ -347,22 +344,23 @@ class Store:
 
     def status(self) -> Status:
         """Sizes, mode and counters."""
+        aside = self._disk.set_aside()
         slots = sum(self.arena.count(state) for state in SlotState if state is not SlotState.FREE)
         return Status(
             host=TierStatus(self.arena.used_bytes, self.arena.nbytes, slots),
             disk=TierStatus(self._writer.room.used_bytes, self.settings.disk_bytes, self._index.on_disk()),
-            mode="host_only" if self._writer.failing else "ok",
+            mode="degraded" if self.supervisor.restarting else self._writer.mode,
             pinned=self.arena.pinned,
             dirty_blocks=self._writer.dirty_blocks,
             units=len(self._index.units),
             leases=len(self._leases),
             namespaces=len(self._spaces),
-            counters=dict(self.counters),
+            counters=self.counters | {"bad_places": aside.places, "unopened_files": aside.files},
         )
 
     def survey(self, top: int) -> Survey:
         """Namespaces, and the ``top`` units by weight and by what they saved."""
-        return survey(self._index, self._spaces, top)
+        return survey(self._index, self._spaces, top, self.time.to_wall)
 
     def check(self) -> list[str]:
         """Violated invariants over all tables; empty when sound. For tests."""
@@ -380,14 +378,15 @@ class Store:
     async def close(self) -> bool:
         """Drain: refuse new work, make dirty blocks durable, close. True if all became durable."""
         self._closing = True
-        for clock in self._clocks:
-            clock.cancel()
+        await self.supervisor.stop(*self._clocks())
         self.keeping.close()
+        await self.keeping.note_clock()
         # Not ended: a worker may still touch the slots that it holds.
         for lease in self._leases:
             self._expire(lease)
-        durable = await self._writer.close(self.settings.drain_seconds)
-        await self._host.close()
-        self.arena.close()
-        await asyncio.to_thread(self._disk.close)
-        return durable
+        async with contextlib.AsyncExitStack() as ends:  # each is ended, whatever those before it raise
+            ends.push_async_callback(asyncio.to_thread, self._disk.close)
+            ends.callback(self.arena.close)
+            ends.push_async_callback(self._host.close)
+            durable = await self._writer.close(self.settings.drain_seconds)
+        return durable  # noqa: RET504  (a stack could swallow what is raised, mypy says)

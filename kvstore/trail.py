@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,27 +44,37 @@ class Trail:
     seen: int
 
 
-def trail(index: PrefixIndex, ghosts: GhostList, matcher: Matcher, prompt: Prompt, walk: Walk) -> Trail:
-    """Follow a walked prompt. Changes nothing; some ten milliseconds among 100,000 units."""
+def trail(
+    index: PrefixIndex,
+    ghosts: GhostList,
+    matcher: Matcher,
+    prompt: Prompt,
+    walk: Walk,
+    to_wall: Callable[[float], float],
+) -> Trail:
+    """Follow a walked prompt. Changes nothing; some ten milliseconds among 100,000 units.
+
+    ``to_wall`` makes wall times of the store's.
+    """
     hashes, size = prompt.hashes, prompt.block_tokens
     rows: list[int] = walk.rows.tolist()
     seen = len(rows)
     while seen < len(hashes) and (hashes[seen] in ghosts or ghosts.gone(hashes[seen])):
         seen += 1
-    stopped = len(rows) < len(hashes)
+    gone = ghosts.gone(hashes[len(rows)]) if len(rows) < len(hashes) else None
     return Trail(
         match=matcher.match(prompt, walk, matcher.common_prefix(prompt, walk)),
-        units=tuple(_unit(index, row, size) for row in rows if index.kinds[row]),
+        units=tuple(_unit(index, row, size, to_wall) for row in rows if index.kinds[row]),
         beyond=tuple(size * depth for depth in _units_below(index, rows[-1])) if rows else (),
-        gone=ghosts.gone(hashes[len(rows)]) if stopped else None,
+        gone=None if gone is None else replace(gone, at=to_wall(gone.at)),
         seen=seen,
     )
 
 
-def _unit(index: PrefixIndex, row: int, block_tokens: int) -> UnitAt:
+def _unit(index: PrefixIndex, row: int, block_tokens: int, to_wall: Callable[[float], float]) -> UnitAt:
     use = index.units[row]
     tokens = index.depth[row] * block_tokens
-    return UnitAt(tokens, UnitKind(index.kinds[row]), use.created, use.used, use.hits)
+    return UnitAt(tokens, UnitKind(index.kinds[row]), to_wall(use.created), to_wall(use.used), use.hits)
 
 
 def _units_below(index: PrefixIndex, top: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from kvstore import wire
 from kvstore.address import Address
 from kvstore.breaker import CircuitBreaker
 from kvstore.errors import DeadlineExceeded, InvalidArgument, KVStoreError, Unauthenticated, Unavailable
+from kvstore.forking import Home
 from kvstore.identity import Identity
 from kvstore.proof import Proof
 from kvstore.v1 import kvstore_pb2 as pb
@@ -46,14 +46,14 @@ class Transport:
     A call that runs into its deadline opens the circuit ``breaker``, and calls are refused until
     the daemon answers again. A daemon that is gone needs none: nobody listens, which is known at once.
 
-    Not to be used after a fork: the channel's threads stay with the parent.
+    Refuses every call after a fork: the channel's threads stay with the parent.
     """
 
     def __init__(self, url: str, timeout: float, identity: Identity) -> None:
         """Raises ``InvalidArgument``."""
         self.address = _parse(url)
         self.timeout = timeout
-        self._process = os.getpid()
+        self._home = Home()
         self._closed = False
         self.channel = _open(self.address, identity)
         self._proof = Proof(identity, self.address.path)
@@ -77,9 +77,8 @@ class Transport:
         return True
 
     def require_usable(self) -> None:
-        """Raises ``Unavailable`` after ``close``, in a forked child, and while the circuit is open."""
-        if os.getpid() != self._process:
-            raise Unavailable("this client belongs to the parent process; connect again after a fork")
+        """Raises ``Forked`` in a child, ``Unavailable`` after ``close`` and while the circuit is open."""
+        self._home.require("client", "connect again")
         if self._closed:
             raise Unavailable("this client is closed; connect again")
         if self.breaker.refuses():
@@ -88,11 +87,11 @@ class Transport:
     def call(self, verb: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
         """One call, again once if the connection was lost and the daemon is back. Raises ours.
 
-        One with a timeout of its own may wait for more than the daemon, so its end says nothing of that.
+        One with a timeout of its own may wait for more than the daemon: its end is a doubt, not a verdict.
         """
         self.require_usable()
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        with self.noting_silence(deadline) if timeout is None else contextlib.nullcontext():
+        with self.noting_silence(deadline) if timeout is None else self._noting_doubt(deadline):
             try:
                 return self._attempt(verb, request, deadline, wait=False)
             except wire.Unreachable:
@@ -111,6 +110,16 @@ class Transport:
         except wire.Unreachable:
             if time.monotonic() >= deadline:  # a host that is gone: not even a refusal comes
                 self.breaker.trip()
+            raise
+
+    @contextlib.contextmanager
+    def _noting_doubt(self, deadline: float) -> Iterator[None]:
+        """Ask for a sign of life if what is done within took until its deadline."""
+        try:
+            yield
+        except (DeadlineExceeded, wire.Unreachable) as error:
+            if isinstance(error, DeadlineExceeded) or time.monotonic() >= deadline:
+                self.breaker.doubt()
             raise
 
     def _await_ready(self, deadline: float) -> None:
@@ -178,7 +187,7 @@ class Transport:
         """End the channel, and every call on it."""
         self._closed = True
         self.breaker.close()
-        if os.getpid() == self._process:
+        if self._home.here:
             self.channel.close()
             self._proof.close()
 

@@ -7,6 +7,7 @@ metadata; the other end raises the same class.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,28 +15,33 @@ from functools import lru_cache
 import grpc
 
 from kvstore import errors
-from kvstore.api import Match, MissReason, Readers, Status, TierStatus
+from kvstore.api import Match, MissReason, Readers, ReserveState, Status, TierStatus
+from kvstore.arguments import MAX_HASHES as MAX_HASHES
+from kvstore.arguments import bounded_hashes, bounded_tokens
+from kvstore.arguments import digest as digest
+from kvstore.arguments import unsigned as unsigned
 from kvstore.errors import DeadlineExceeded, InvalidArgument, KVStoreError, Unavailable
-from kvstore.hashing import HASH_BYTES, check_hashes, split_hashes
-from kvstore.layout import BLOCK_TOKENS
-from kvstore.namespace import DIGEST_BYTES, Namespace
+from kvstore.hashing import HASH_BYTES, split_hashes
+from kvstore.namespace import Namespace
 from kvstore.units import PersistPoint, UnitKind, UnitMark
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1 import operator_pb2 as operator_pb
 
+log = logging.getLogger(__name__)
+
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"].full_name
 HANDOVER_VERSION = 1
 TOKEN_BYTES = 16
-MAX_HASHES = 1 << 17  # in one call: a prompt of eight million tokens
-MAX_TOKENS = MAX_HASHES * BLOCK_TOKENS
-MAX_NAMESPACE_CHARS = 1 << 19  # of JSON: all texts at their longest, each character escaped
+MAX_NAMESPACE_CHARS = 1 << 14  # of JSON: twice what a store opens, for not all write it as densely
 MAX_MESSAGE_BYTES = 8 << 20  # the hashes of one call, and as much again
 CHUNK_BYTES = 1 << 20
 ERROR_KEY = "latentkv-error"
+BASES_KEY = "latentkv-error-bases"  # the classes above it, for a client that does not know this one
 WORKER_KEY = "latentkv-worker"  # metadata of a call: the token from the handover socket, in hex
 
 _MAX_DETAILS = 600  # characters, at most 12 bytes each on the wire; peers refuse more than 8 KiB of metadata
 _ALL_KINDS = UnitKind.REQUEST_END | UnitKind.COMMON_PREFIX | UnitKind.INTERVAL
+_STATES = {int(state): state for state in ReserveState}
 _kinds = lru_cache(64)(UnitKind)  # a prompt has many points, of few kinds
 
 
@@ -47,12 +53,20 @@ class DaemonFailed(Unavailable):
     """The daemon could not answer because of a fault of its own; its log has more."""
 
 
-class Unreachable(Unavailable):
+class Unheard(Unavailable):
+    """The call failed on its way: whether the daemon did it is not known. Raised on this side, never sent."""
+
+
+class Unreachable(Unheard):
     """Nothing answered: the transport failed. Raised on this side, never sent."""
 
 
 class NotAsked(Unavailable):
     """The daemon did not answer lately, so it was not asked. Raised on this side, never sent."""
+
+
+class NotUnderstood(Unavailable):
+    """The daemon and we are of different releases: the message says which of us is to be upgraded."""
 
 
 _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
@@ -63,6 +77,7 @@ _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     errors.TicketUnknown: grpc.StatusCode.NOT_FOUND,
     errors.UnitUnknown: grpc.StatusCode.NOT_FOUND,
     errors.PinUnknown: grpc.StatusCode.NOT_FOUND,
+    errors.NamespaceLimit: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.PinLimit: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnitPinned: grpc.StatusCode.FAILED_PRECONDITION,
     errors.EpochPassed: grpc.StatusCode.FAILED_PRECONDITION,
@@ -74,6 +89,7 @@ _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     DaemonFailed: grpc.StatusCode.INTERNAL,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.LimitReached: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     KVStoreError: grpc.StatusCode.INTERNAL,
 }
@@ -89,8 +105,8 @@ def status_of_error(error: KVStoreError) -> tuple[grpc.StatusCode, str, tuple[tu
     """Status code, details and trailing metadata of an error."""
     lineage = [cls for cls in type(error).__mro__ if issubclass(cls, KVStoreError)]
     code = next(_CODES[cls] for cls in lineage if cls in _CODES)
-    name = next(cls.__name__ for cls in lineage if cls.__name__ in _CLASSES)
-    return code, str(error)[:_MAX_DETAILS], ((ERROR_KEY, name),)
+    name, *bases = (cls.__name__ for cls in lineage if cls.__name__ in _CLASSES)
+    return code, str(error)[:_MAX_DETAILS], ((ERROR_KEY, name), (BASES_KEY, " ".join(bases)))
 
 
 def error_of_status(
@@ -98,17 +114,30 @@ def error_of_status(
 ) -> KVStoreError:
     """The error that a failed call stands for.
 
-    A status without a class of ours comes from the transport: ``DeadlineExceeded``,
-    ``Unreachable`` or plain ``Unavailable``.
+    A status without a class comes from the transport: ``DeadlineExceeded``, ``Unreachable`` or plain
+    ``Unheard``. One with a class that only a newer daemon knows is the nearest of its bases.
     """
-    named = next((str(value) for key, value in trailing if key == ERROR_KEY), "")
-    if named in _CLASSES:
-        return _CLASSES[named](details or "")
+    sent = {key: str(value) for key, value in trailing if key in (ERROR_KEY, BASES_KEY)}
+    names = (sent.get(ERROR_KEY, ""), *sent.get(BASES_KEY, "").split())
+    found = next((_CLASSES[name] for name in names if name in _CLASSES), None)
+    if found is not None and (found is not KVStoreError or names[0] == found.__name__):
+        return found(details or "")
+    if names[0]:
+        return _unknown_error(code, f"{details} ({names[0]})")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return NotUnderstood(f"the daemon does not know this call ({details}); upgrade the daemon")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded("the daemon did not answer in time; go on without it, or raise the timeout")
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unreachable(f"the daemon cannot be reached ({details}); start it, or go on without it")
-    return Unavailable(f"the call failed on its way ({code.name.lower()}: {details})")
+    return Unheard(f"the call failed on its way ({code.name.lower()}: {details})")
+
+
+def _unknown_error(code: grpc.StatusCode, details: str) -> KVStoreError:
+    """What a daemon refused by a class that we do not know: a wrong call, or else a miss."""
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidArgument(details)
+    return NotUnderstood(f"{details}; the daemon is newer than this client, which does not know that error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +162,7 @@ def worker_of(message: pb.Worker) -> WorkerId:
 
 def join_hashes(hashes: Sequence[bytes]) -> bytes:
     """Concatenated hashes. Raises ``InvalidArgument`` for a wrong length or too many."""
-    if len(hashes) > MAX_HASHES:
-        raise InvalidArgument(f"{len(hashes)} hashes in one call; send at most {MAX_HASHES}")
-    check_hashes(hashes)
-    return b"".join(hashes)
+    return b"".join(bounded_hashes(hashes))
 
 
 def hashes_of(blob: bytes) -> list[bytes]:
@@ -144,20 +170,6 @@ def hashes_of(blob: bytes) -> list[bytes]:
     if len(blob) > MAX_HASHES * HASH_BYTES:
         raise InvalidArgument(f"{len(blob)} bytes of hashes in one call; send at most {MAX_HASHES} hashes")
     return split_hashes(blob)
-
-
-def digest(value: bytes) -> bytes:
-    """``value`` if it can be a namespace's digest, or a block's hash; else ``InvalidArgument``."""
-    if not isinstance(value, bytes) or len(value) != DIGEST_BYTES:
-        raise InvalidArgument(f"{value[:40]!r} is no digest of {DIGEST_BYTES} bytes")
-    return value
-
-
-def unsigned(name: str, value: int, bits: int = 64) -> int:
-    """``value`` if it fits the field; else ``InvalidArgument``."""
-    if not isinstance(value, int) or not 0 <= value < 1 << bits:
-        raise InvalidArgument(f"{name}={value!r} is no integer in [0, 2**{bits})")
-    return value
 
 
 def namespace_of(request: pb.OpenNamespaceRequest) -> Namespace:
@@ -171,9 +183,7 @@ def namespace_of(request: pb.OpenNamespaceRequest) -> Namespace:
 
 def tokens_of(request: pb.MatchRequest | operator_pb.TrailRequest) -> int:
     """The prompt's length. Raises ``InvalidArgument``: persist points are planned for each interval of it."""
-    if request.tokens > MAX_TOKENS:
-        raise InvalidArgument(f"tokens={request.tokens} is more than {MAX_TOKENS}; match a shorter prompt")
-    return request.tokens
+    return bounded_tokens(request.tokens)
 
 
 def match_request(
@@ -183,7 +193,7 @@ def match_request(
     return pb.MatchRequest(
         namespace=digest(namespace),
         hashes=join_hashes(hashes),
-        tokens=unsigned("tokens", tokens),
+        tokens=bounded_tokens(tokens),
         align=unsigned("align", align, 32),
         store=store,
         counted=unsigned("counted", counted),
@@ -216,15 +226,44 @@ def match_of(response: pb.MatchResponse) -> Match:
         unit=response.unit or None,
         unit_blocks=response.unit_blocks,
         stored_blocks=response.stored_blocks,
-        reason=MissReason(response.reason),
+        reason=reason_of(response.reason),
         persist_points=tuple(map(PersistPoint, response.persist_tokens, map(_kinds, response.persist_kinds))),
         interval=response.interval,
         epoch=response.epoch if response.HasField("epoch") else None,
     )
 
 
+def reason_of(name: str) -> MissReason:
+    """A miss's reason; that of a newer daemon may be ``UNKNOWN`` to us."""
+    try:
+        return MissReason(name)
+    except ValueError:
+        log.info("event=reason_unknown reason=%.40r is of a newer daemon; upgrade this client", name)
+        return MissReason.UNKNOWN
+
+
+def states_of(response: pb.ReserveResponse, hashes: Sequence[bytes], *, mapped: bool) -> list[ReserveState]:
+    """What Reserve says of each block; what only a newer daemon knows is nothing to do now.
+
+    Raises ``NotUnderstood`` for an answer that does not fit the question.
+    """
+    states = [_STATES.get(state, ReserveState.PENDING) for state in response.states]
+    fills = states.count(ReserveState.FILL)
+    if len(states) != len(hashes) or (mapped and len(response.offsets) != fills):
+        raise NotUnderstood(
+            f"the daemon answered {len(hashes)} blocks with {len(states)} states and {len(response.offsets)}"
+            f" offsets for {fills}; run the same release on both sides"
+        )
+    return states
+
+
 def load_start(
-    identity: WorkerId, namespace: bytes, hashes: Sequence[bytes], first: int, readers: Readers | None
+    identity: WorkerId,
+    namespace: bytes,
+    hashes: Sequence[bytes],
+    first: int,
+    readers: Readers | None,
+    counted: int = 0,
 ) -> pb.LoadRequest:
     """The first message of a Load. Raises ``InvalidArgument``."""
     return pb.LoadRequest(
@@ -234,6 +273,7 @@ def load_start(
             first=unsigned("first", first, 32),
             worker=worker(identity),
             readers=None if readers is None else pb.Readers(group=readers.group, count=readers.count),
+            counted=unsigned("counted", counted, 32),
         )
     )
 

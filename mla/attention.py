@@ -132,7 +132,7 @@ def _absorbed(query: Tensor, row: _Row, up: UpProjection, scaling: float) -> Ten
     # One key for all heads: rows are (query, head) pairs, query-major, of a single "head".
     heads, queries, _ = query.shape
     dtype = _compute_dtype(query.dtype)
-    w_uk, w_uv = up.halves(query, dtype)
+    w_uk, w_uv, bias = up.halves(query, dtype)
     q_nope, q_rope = query.to(dtype).mul(scaling).tensor_split([up.nope], dim=-1)
     folded = (
         torch.cat((fold_query(q_nope, w_uk), q_rope), dim=-1)
@@ -144,7 +144,7 @@ def _absorbed(query: Tensor, row: _Row, up: UpProjection, scaling: float) -> Ten
         key = entries.to(dtype)[None]
         add_keys(state, folded, key, key[..., : up.rank], span)
     latents = state.result().view(queries, heads, up.rank).transpose(0, 1)
-    return fold_output(latents, w_uv).to(query.dtype)
+    return fold_output(latents, w_uv, bias).to(query.dtype)
 
 
 def _expanded(query: Tensor, row: _Row, up: UpProjection, scaling: float) -> Tensor:

@@ -1,58 +1,46 @@
-"""A name for a model's weights, sampled from the weights themselves."""
+"""A name for a model's weights, from every number of them: those in a process, and a checkpoint's files."""
 
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
+from mla.describing import describe
 from mla.errors import Unsupported
+from mla.file_sums import checkpoint_fingerprint
+from mla.tensor_sums import tensor_sums
 
-_SAMPLES = 256  # numbers of each tensor; places in each file
-_SAMPLE_BYTES = 4096
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+__all__ = ["checkpoint_fingerprint", "fingerprint", "require_data", "weights_fingerprint"]
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """blake2b-128 (hex) over name, shape, dtype and an even sample of every tensor of the state dict.
+    """blake2b-128 (hex) over name, shape, dtype and every number of every tensor of a model.
 
-    Equal for equal weights on any device; for ``Namespace.revision``. Raises
-    ``Unsupported`` when a tensor has no data here (offloaded or on "meta").
+    Parameters, buffers (those that are not saved too) and tensors that are plain attributes. Equal
+    for equal weights on any device. Read anew with each call; ``mla.weights.Weights``
+    remembers. Raises ``Unsupported`` when a tensor has no data here (offloaded or on "meta").
     """
-    digest = hashlib.blake2b(digest_size=16, person=b"latentkv-weights")
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    tensors = describe(model).tensors
+    require_data(tensors)
+    unique = {id(tensor): tensor for tensor in tensors.values()}  # tied ones are read once
+    sums = dict(zip(unique, tensor_sums(list(unique.values())), strict=True))
+    return fingerprint(tensors, [sums[id(tensor)] for tensor in tensors.values()])
+
+
+def require_data(tensors: Mapping[str, Tensor]) -> None:
+    """Raises ``Unsupported`` for a tensor on "meta"."""
+    for name, tensor in tensors.items():
         if tensor.device.type == "meta":
             raise Unsupported(
                 f"weight {name} has no data on this machine's devices: pass the revision by name"
             )
-        digest.update(_sample(tensor))
-    return digest.hexdigest()
 
 
-def _sample(tensor: Tensor) -> bytes:
-    flat = tensor.detach().reshape(-1)
-    step = max(1, flat.numel() // _SAMPLES)
-    return flat[::step].contiguous().cpu().view(torch.uint8).numpy().tobytes()
-
-
-def checkpoint_fingerprint(directory: Path) -> str:
-    """blake2b-128 (hex) over name, size and an even sample of every weight file in a directory.
-
-    For engines, whose scheduler never holds the weights. Raises ``Unsupported`` when there
-    is no weight file.
-    """
-    files = sorted(path for pattern in _WEIGHT_FILES for path in directory.glob(pattern))
-    if not files:
-        raise Unsupported(f"{directory} has no weight file to name the weights by: pass the revision by name")
-    digest = hashlib.blake2b(digest_size=16, person=b"latentkv-files")
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for at in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
-                file.seek(at)
-                digest.update(file.read(_SAMPLE_BYTES))
+def fingerprint(tensors: Mapping[str, Tensor], sums: list[bytes]) -> str:
+    """The name that follows from tensors by their path, and their sums in the same order."""
+    digest = hashlib.blake2b(digest_size=16, person=b"latentkv-weights")
+    for (name, tensor), one in sorted(zip(tensors.items(), sums, strict=True), key=lambda pair: pair[0][0]):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode() + one)
     return digest.hexdigest()

@@ -12,10 +12,14 @@ from mla.pool import LatentPool
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Filled pool blocks, one reference each, and the tier that each came from, counted."""
+    """Filled pool blocks, one reference each, and the tier that each came from, counted.
+
+    ``short`` if a load brought less than was matched.
+    """
 
     blocks: list[int]
     by_tier: dict[Tier, int]  # blocks
+    short: bool = False
 
 
 class PrefixLoader:

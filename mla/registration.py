@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvstore.lending import memory_under
+
 log = logging.getLogger(__name__)
 
 # A multiple of the arena's extents: a slot lies in one extent, so no copy spans two pieces.
@@ -50,7 +52,7 @@ class ArenaRegistration:
     @contextmanager
     def using(self, data: memoryview) -> Iterator[None]:
         """Memory that ``data`` is part of stays registered, if it is, meanwhile."""
-        self._notice(data.obj)
+        self._notice(memory_under(data))
         with self._quiet:
             self._copying += 1
         try:

@@ -6,9 +6,11 @@ Nothing that happens to the store reaches the caller: it costs a miss and a coun
 from __future__ import annotations
 
 import secrets
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -19,22 +21,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvstore.api import KVStore, Match, MissReason, Tier
-from kvstore.errors import InvalidArgument, InvalidTokens, NamespaceUnknown
-from kvstore.hashing import ROOT, Tokens, as_tokens, block_hashes
+from kvstore.ending import end_when_dropped
+from kvstore.errors import InvalidArgument, NamespaceUnknown
+from kvstore.hashing import ROOT, block_hashes
 from kvstore.namespace import DIGEST_BYTES, Namespace
-from kvstore.units import UnitKind, plan_output, units_by_depth
-from mla.adapters.transformers import attach, cache_argument
+from kvstore.units import plan_output, units_by_depth
+from mla.adapters.transformers import attach, cache_argument, decoder_of
 from mla.cache import LatentCache
-from mla.decoding import Decoding, plan_decoding
-from mla.errors import Unsupported
-from mla.fingerprint import weights_fingerprint
+from mla.decoding import Decoding, check_room, plan_decoding, positions_of
+from mla.entrance import check_state, check_unmoved
 from mla.guard import or_miss
-from mla.numerics import config_digest, numerics
+from mla.numerics import numerics
 from mla.pool import LatentPool
 from mla.prefix import Prefix, PrefixLoader
-from mla.rope import check_rope_length
-from mla.storing import StoreJob, StoreQueue
+from mla.prompts import Prompt, read_prompt, vocabulary_of
+from mla.request import Request
+from mla.storing import StoreQueue
 from mla.usage import Generation, Prefilled, Usage
+from mla.weights import Weights
 
 Result = TypeVar("Result")
 
@@ -42,28 +46,15 @@ PREFILL_CHUNK = 512  # tokens
 POOL_TOKENS = 32768
 
 
-@dataclass(slots=True)
-class _Request:
-    tokens: NDArray[np.uint32]
-    hashes: list[bytes]
-    usable: list[bytes]  # the most that a hit may be of: some token is always computed
-    key: bytes  # namespace digest, or a key of this process while the store is away
-    match: Match
-    stored_until: int  # tokens of the prompt that may be stored
-    units: dict[int, UnitKind]  # depth in blocks -> kinds
-    job: StoreJob[int] | None = None
-    queued: int = 0  # blocks handed to the job
-
-
 class Session:
-    """One model with a device pool in front of a store. Serves one request at a time.
+    """One model with a device pool in front of a store. Serves one request at a time; threads wait.
 
     ``exact``: answers are bit-identical with and without a hit (ARCHITECTURE.md says how): hits and
     stored blocks end at multiples of ``prefill_chunk``, and blocks are shared only with
     sessions of equal numerics. ``store`` may be None: then the pool is the only tier.
 
-    Blocks are named by the weights, config and adapter that the model has now: after a
-    change of these make a new session.
+    Blocks are named by the weights, modules (adapters too) and config that the model has when a
+    request comes. So after a change of these nothing of before is hit; docs/python.md says what is not seen.
     """
 
     def __init__(
@@ -82,7 +73,7 @@ class Session:
         load_timeout: float = 30.0,
         store_deadline: float = 30.0,
     ) -> None:
-        """Attaches the model. ``revision`` defaults to a fingerprint of the weights.
+        """Attaches the model. ``revision`` defaults to a fingerprint of all of the weights.
 
         Raises ``NotMLA`` and ``Unsupported`` for a model that cannot be served right.
         """
@@ -91,17 +82,19 @@ class Session:
         if prefill_chunk < size or prefill_chunk % size:
             raise InvalidArgument(f"prefill_chunk={prefill_chunk} is no positive multiple of {size} tokens")
         self._model = model
+        self._decoder = decoder_of(model)
         self._info = info
+        self._busy = threading.RLock()  # a streamer or a processor may ask in between
         self._block = size
         self._exact = exact
         self._chunk = prefill_chunk
         self._align = prefill_chunk if exact else size  # tokens; hits are rounded down to a multiple
         self._store = store
+        self._weights = Weights(model, revision)
         self._base = Namespace(
             layout=info.layout,
             model=model_name or str(model.config.model_type),
-            revision=f"{weights_fingerprint(model) if revision is None else revision}"
-            f" config {config_digest(model.config)}",
+            revision=self._weights.name(),
             tenant=tenant,
             rope=info.rope,
             rope_layout=info.rope_layout,
@@ -115,6 +108,8 @@ class Session:
         self.pool = LatentPool(info.layout, -(-pool_tokens // size), model.device)
         self._loader = PrefixLoader(self.pool, align=self._align, timeout=load_timeout)
         self._queue = StoreQueue(self.pool, store, deadline=store_deadline) if store is not None else None
+        if self._queue is not None:
+            end_when_dropped(self, partial(self._queue.close, store_deadline))
         self._closed = False
         self._counters: Counter[str] = Counter()
 
@@ -131,60 +126,82 @@ class Session:
     ) -> None:
         self.close()
 
-    def generate(self, input_ids: Tokens | Tensor, **options: Any) -> Generation:
+    def generate(self, input_ids: Prompt | None = None, **options: Any) -> Generation:
         """Continue a prompt; ``options`` are those of ``model.generate``.
 
-        Raises ``InvalidTokens`` for a bad prompt, ``Unsupported`` for a way of decoding
-        that is not right with a cached prefix, and ``PoolFull`` when prompt and answer do
-        not fit into the pool.
+        All of what a tokenizer returns may be passed, as the prompt or as keywords, where its
+        mask is all ones. Raises, before anything is computed, ``InvalidTokens`` for a bad
+        prompt, ``Unsupported`` for a way of decoding that is not right with a cached prefix or
+        for a model that was changed since, and ``PoolFull`` when prompt and answer do not fit
+        into the pool.
         """
-        tokens = as_tokens(_flat(input_ids))
-        decoding = plan_decoding(
-            options, self._model.generation_config, prompt=len(tokens), exact=self._exact
-        )
-        check_rope_length(self._info.max_tokens, len(tokens))
-        request = self._open(tokens)
-        try:
-            prefix = self._prefix(request, decoding)
-            cache = LatentCache.from_prefix(self.pool, prefix.blocks, len(prefix.blocks) * self._block)
-            with cache, torch.inference_mode():
-                self._prefill(request, cache)
-                return self._decode(request, cache, prefix, decoding, options)
-        finally:
-            if request.job is not None:
-                request.job.finish()
+        with self._busy:
+            self._check_model()
+            tokens, options = read_prompt(input_ids, options, vocabulary_of(self._model))
+            decoding = plan_decoding(
+                options,
+                self._model.generation_config,
+                prompt=len(tokens),
+                exact=self._exact,
+                positions=positions_of(self._model.config),
+            )
+            check_room(decoding, len(tokens), self._model.config, self._info.max_tokens, self.pool)
+            request = self._open(tokens)
+            try:
+                prefix = self._prefix(request, decoding)
+                cache = LatentCache.from_prefix(self.pool, prefix.blocks, len(prefix.blocks) * self._block)
+                with cache, torch.inference_mode(), self._weights.only_watched():
+                    self._prefill(request, cache)
+                    return self._decode(request, cache, prefix, decoding, options)
+            finally:
+                if request.job is not None:
+                    request.job.finish()
 
-    def prefill(self, input_ids: Tokens | Tensor, timeout: float = 60.0) -> Prefilled:
+    def prefill(self, input_ids: Prompt | None = None, timeout: float = 60.0, **inputs: Any) -> Prefilled:
         """Have a prompt's whole blocks stored, and answer nothing. Waits for the store, not for its disk.
 
         What is stored already, unit or not, is loaded and not computed again; of a prompt whose
         unit is there nothing is even loaded, and nothing is done while the store is away. Raises
-        ``InvalidTokens``, ``Unsupported`` for one that is longer than the rope allows, and ``PoolFull``.
+        what ``generate`` raises; ``inputs`` are what a tokenizer returns besides the ids.
         """
-        tokens = as_tokens(_flat(input_ids))
-        check_rope_length(self._info.max_tokens, len(tokens))
-        request = self._open(tokens)
+        with self._busy:
+            self._check_model()
+            tokens, rest = read_prompt(input_ids, inputs, vocabulary_of(self._model))
+            if rest:
+                raise InvalidArgument(f"prefill takes no {', '.join(rest)}: pass the prompt alone")
+            request = self._open(tokens)
+            try:
+                computed = self._prefill_whole(request)
+            finally:
+                if request.job is not None:
+                    request.job.finish()
+            whole = request.stored_until
+            if computed is None:  # nothing to do, or no store to do it for
+                done = request.match.unit_blocks * self._block >= whole
+                return self._prefilled(request, 0, whole if done else 0)
+            assert request.job is not None
+            return self._prefilled(request, computed, request.job.wait(timeout) * self._block)
+
+    def _prefill_whole(self, request: Request) -> int | None:
+        """Compute and queue what is missing of the prompt's whole blocks: tokens computed."""
         whole, match = request.stored_until, request.match
-        if match.unit_blocks * self._block >= whole:
-            return self._prefilled(request, 0, whole)
-        job = request.job
-        if job is None:
-            return self._prefilled(request, 0, 0)
+        if match.unit_blocks * self._block >= whole or request.job is None:
+            return None
+        nothing = Decoding(rows=1, new_tokens=0)
+        check_room(nothing, whole, self._model.config, self._info.max_tokens, self.pool)
         request.usable = request.hashes[: whole // self._block]
         stored = min(match.stored_blocks * self._block, whole)
         request.match = replace(match, blocks=(stored - stored % self._align) // self._block)
-        prefix = self._prefix(request, Decoding(rows=1, new_tokens=0))
+        prefix = self._prefix(request, nothing)
         start = len(prefix.blocks) * self._block
-        try:
-            with LatentCache.from_prefix(self.pool, prefix.blocks, start) as cache, torch.inference_mode():
-                self._prefill(request, cache)
-                self._forward(request, cache, cache.tokens, whole)
-                self._keep(request, cache, whole)
-        finally:
-            job.finish()
-        return self._prefilled(request, whole - start, job.wait(timeout) * self._block)
+        cache = LatentCache.from_prefix(self.pool, prefix.blocks, start)
+        with cache, torch.inference_mode(), self._weights.only_watched():
+            self._prefill(request, cache)
+            self._forward(request, cache, cache.tokens, whole)
+            self._keep(request, cache, whole)
+        return whole - start
 
-    def _prefilled(self, request: _Request, computed: int, stored: int) -> Prefilled:
+    def _prefilled(self, request: Request, computed: int, stored: int) -> Prefilled:
         done = 0 < stored == request.stored_until
         unit = request.hashes[stored // self._block - 1] if done else None
         return Prefilled(len(request.tokens), computed, stored, unit)
@@ -192,6 +209,10 @@ class Session:
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until what was generated since the last call is on disk; False if some of it is not."""
         return self._queue is not None and self._queue.flush(timeout)
+
+    def read_weights_again(self) -> None:
+        """Have all weights read before the next request: after writes to few of them through ``.data``."""
+        self._weights.read_again()
 
     def close(self, timeout: float = 60.0) -> None:
         """Store what is queued and end the background thread; from then on nothing is stored.
@@ -204,7 +225,11 @@ class Session:
 
     # --- before the model
 
-    def _open(self, tokens: NDArray[np.uint32]) -> _Request:
+    def _check_model(self) -> None:
+        check_state(self._decoder)
+        check_unmoved(self._model, self.pool.data, exact=self._exact)
+
+    def _open(self, tokens: NDArray[np.uint32]) -> Request:
         digest = self._open_namespace()
         key = digest or self._local_key
         hashes = block_hashes(key, tokens, block_tokens=self._block)
@@ -215,7 +240,7 @@ class Session:
         whole = len(tokens) - len(tokens) % self._align
         usable = hashes[: (len(tokens) - 1) // self._align * self._align // self._block]
         units = units_by_depth(match.persist_points, whole, self._block)
-        request = _Request(tokens, hashes, usable, key, match, whole, units)
+        request = Request(tokens, hashes, usable, key, match, whole, units)
         if self._queue is not None and not self._closed:
             if match.reason is MissReason.UNAVAILABLE:
                 self._counters["store_unavailable"] += 1
@@ -225,7 +250,7 @@ class Session:
         return request
 
     def _open_namespace(self) -> bytes | None:
-        namespace = self._base
+        namespace = replace(self._base, revision=self._weights.name())
         if self._exact:  # threads and the like may have been set anew since the last request
             namespace = replace(namespace, numerics=numerics(self._chunk, self._model))
         if namespace != self._opened:
@@ -250,7 +275,7 @@ class Session:
             self._counters["forgotten_blocks"] += self.pool.forget(digest)
             self._epochs[digest] = epoch
 
-    def _prefix(self, request: _Request, decoding: Decoding) -> Prefix:
+    def _prefix(self, request: Request, decoding: Decoding) -> Prefix:
         taken = self._loader.take(request.usable)
         device = Prefix(taken, {Tier.DEVICE: len(taken)})
         try:
@@ -262,13 +287,10 @@ class Session:
 
     def _make_room(self, prompt: int, taken: int, decoding: Decoding) -> None:
         """Give up queued stores if the pool would not hold this request beside them."""
-        first = -(-(prompt + decoding.new_tokens) // self._block) - taken
-        further = -(-decoding.new_tokens // self._block) + 1  # the last block of the prompt, copied
-        need = first + (decoding.rows - 1) * further
-        if self._queue is not None and self.pool.available < need:
+        if self._queue is not None and self.pool.available < decoding.blocks(prompt, self._block) - taken:
             self._queue.drop()
 
-    def _load(self, request: _Request, device: Prefix) -> Prefix:
+    def _load(self, request: Request, device: Prefix) -> Prefix:
         store, taken = self._store, device.blocks
         hashes = request.usable[: request.match.blocks]
         if store is None or len(hashes) <= len(taken):
@@ -280,11 +302,12 @@ class Session:
         )
         if len(prefix.blocks) < len(hashes):
             self._counters["short_loads"] += 1
+            return replace(prefix, short=True)
         return prefix
 
     # --- the model
 
-    def _prefill(self, request: _Request, cache: LatentCache) -> None:
+    def _prefill(self, request: Request, cache: LatentCache) -> None:
         """Forward whole chunks, which end at absolute multiples of the chunk; decoding does the rest."""
         start = cache.tokens
         while (stop := start - start % self._chunk + self._chunk) < len(request.tokens):
@@ -292,14 +315,14 @@ class Session:
             self._keep(request, cache, stop)
             start = stop
 
-    def _forward(self, request: _Request, cache: LatentCache, start: int, stop: int) -> None:
+    def _forward(self, request: Request, cache: LatentCache, start: int, stop: int) -> None:
         if start < stop:
             ids = self._tensor(request.tokens[start:stop])
             self._model.base_model(input_ids=ids, use_cache=True, **{cache_argument(self._model): cache})
 
     def _decode(
         self,
-        request: _Request,
+        request: Request,
         cache: LatentCache,
         prefix: Prefix,
         decoding: Decoding,
@@ -319,14 +342,15 @@ class Session:
         self._keep(request, cache, len(request.tokens))
         if decoding.rows == 1 and not self._exact:
             self._keep_answer(request, cache, new)
-        return Generation(new, sequences, self._usage(request, prefix, len(new)), output.get("logits"))
+        usage = self._usage(request, prefix, len(new))
+        return Generation(new, sequences, usage, output.get("logits"), output.get("scores"))
 
     def _tensor(self, tokens: NDArray[np.uint32]) -> Tensor:
         return torch.from_numpy(tokens.astype(np.int64))[None].to(self._model.device)
 
     # --- behind the model
 
-    def _keep(self, request: _Request, cache: LatentCache, tokens: int) -> None:
+    def _keep(self, request: Request, cache: LatentCache, tokens: int) -> None:
         """``tokens`` tokens are in the pool: make full blocks findable, and queue them for the store."""
         until = min(tokens, request.stored_until) // self._block
         blocks = cache.block_table()[request.queued : until]
@@ -339,7 +363,7 @@ class Session:
             request.job.add(hashes, blocks, request.units)
         request.queued = until
 
-    def _keep_answer(self, request: _Request, cache: LatentCache, new: list[int]) -> None:
+    def _keep_answer(self, request: Request, cache: LatentCache, new: list[int]) -> None:
         """The answer's full blocks: what a second turn will start with."""
         prompt, total = len(request.tokens), len(request.tokens) + len(new)
         points = plan_output(prompt, total, interval=request.match.interval, block_tokens=self._block)
@@ -353,7 +377,7 @@ class Session:
         request.units = {point.tokens // self._block: point.kinds for point in points}
         self._keep(request, cache, cache.tokens)
 
-    def _usage(self, request: _Request, prefix: Prefix, new: int) -> Usage:
+    def _usage(self, request: Request, prefix: Prefix, new: int) -> Usage:
         hit = len(prefix.blocks) * self._block
         tiers = {tier: blocks * self._block for tier, blocks in prefix.by_tier.items() if blocks}
         self._counters["hit_tokens"] += hit
@@ -364,7 +388,7 @@ class Session:
             prompt_cache_hit_tokens=hit,
             prompt_cache_miss_tokens=len(request.tokens) - hit,
             hit_tokens_by_tier=tiers,
-            miss_reason=request.match.reason,
+            miss_reason=MissReason.LOST if prefix.short else request.match.reason,
         )
 
     def _guard(self, verb: str, work: Callable[[], Result], miss: Result) -> Result:
@@ -374,16 +398,3 @@ class Session:
             self._counters[f"{verb}_failed"] += 1
 
         return or_miss(verb, work, miss, failed)
-
-
-def _flat(input_ids: Tokens | Tensor) -> Tokens:
-    if not isinstance(input_ids, Tensor):
-        return input_ids
-    if input_ids.is_floating_point() or input_ids.is_complex():
-        raise InvalidTokens(f"token ids have type {input_ids.dtype}; pass integers that fit into u32")
-    if input_ids.dim() == 2 and input_ids.shape[0] != 1:
-        raise Unsupported(
-            f"a batch of {input_ids.shape[0]} prompts in a stored session: pass one prompt at a time,"
-            " unpadded"
-        )
-    return cast(Tokens, (input_ids[0] if input_ids.dim() == 2 else input_ids).cpu().numpy())

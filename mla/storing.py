@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kvstore.api import KVStore, ReservedBlock, ReserveState
 from kvstore.errors import LeaseUnknown
+from kvstore.forking import Home
 from kvstore.hashing import ROOT
 from kvstore.units import UnitKind, UnitMark
 from mla.streams import Mark
@@ -133,9 +134,13 @@ class StoreJob(Generic[Block]):
 
 
 class StoreQueue(Generic[Block]):
-    """One thread that moves queued pool blocks into the store."""
+    """One thread that moves queued pool blocks into the store.
+
+    In a forked child, which has no such thread, nothing is stored and nothing is waited for.
+    """
 
     def __init__(self, pool: BlockPool[Block], store: KVStore, *, deadline: float) -> None:
+        self._home = Home()
         self._pool = pool
         self._store = store
         self._deadline = deadline  # seconds that one piece may wait for room
@@ -153,6 +158,8 @@ class StoreQueue(Generic[Block]):
 
     def counters(self) -> Counter[str]:
         """Blocks stored and dropped, and failures by verb and kind."""
+        if not self._home.here:
+            return Counter()
         with self._lock:
             return self._counters.copy()
 
@@ -174,6 +181,9 @@ class StoreQueue(Generic[Block]):
         units: dict[int, UnitKind],
     ) -> None:
         """Queue blocks of a job; see ``StoreJob.add``."""
+        if not self._home.here:
+            job.failed = True
+            return
         piece = _Piece(job, self._pool, hashes, blocks, units)
         with self._lock:
             self._open += 1
@@ -182,24 +192,31 @@ class StoreQueue(Generic[Block]):
 
     def end(self, job: StoreJob[Block]) -> None:
         """Queue the end of a job."""
+        if not self._home.here:
+            job.over = True
+            return
         with self._lock:
             self._open += 1
         self._items.put((job, None))
 
     def wait_over(self, job: StoreJob[Block], timeout: float) -> None:
         """See ``StoreJob.wait``."""
+        if not self._home.here:
+            return
         with self._lock:
             self._lock.wait_for(lambda: job.over, timeout)
 
     def note_lost(self) -> None:
         """A request is not stored at all."""
+        if not self._home.here:
+            return
         with self._lock:
             self._lost = True
 
     def flush(self, timeout: float) -> bool:
         """Wait until what was queued since the last call is on disk; False if some of it is not."""
         end = time.monotonic() + timeout
-        if not self._wait_empty(timeout):
+        if not self._home.here or not self._wait_empty(timeout):
             return False
         with self._lock:
             tickets, self._tickets = self._tickets, []
@@ -219,6 +236,8 @@ class StoreQueue(Generic[Block]):
 
         Waits for no store.
         """
+        if not self._home.here:
+            return
         with self._lock:
             pieces = [piece for piece in self._pieces if job is None or piece.job is job]
         for piece in pieces:
@@ -229,6 +248,8 @@ class StoreQueue(Generic[Block]):
 
         A thread that is inside a call of the store by then ends with that call.
         """
+        if not self._home.here:
+            return
         if not self._wait_empty(timeout):
             self.drop()
         self._items.put(None)

@@ -11,7 +11,10 @@ from kvstore.api import MissReason, Tier
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request. Hit and miss tokens add up to the prompt's."""
+    """Tokens of one request. Hit tokens are those that came, and with the missed ones the prompt's.
+
+    ``miss_reason`` is that of the match, or ``LOST`` if the load brought less than it had found.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -40,10 +43,12 @@ class Generation:
 
     ``tokens``: the new tokens of the best sequence. ``sequences [rows, prompt + new]``:
     everything that ``model.generate`` returned. ``logits``: one ``[rows, vocabulary]`` for
-    each new token, where asked for by ``output_logits=True``.
+    each new token, where asked for by ``output_logits=True``, and ``scores`` the same as the
+    processors left them, by ``output_scores=True``.
     """
 
     tokens: list[int]
     sequences: Tensor
     usage: Usage
     logits: tuple[Tensor, ...] | None = None
+    scores: tuple[Tensor, ...] | None = None

@@ -23,7 +23,7 @@ from kvstore.spaces import Space, unknown_namespace
 from kvstore.store import Store
 from kvstore.tickets import unknown_ticket
 from kvstore.v1 import kvstore_pb2 as pb
-from server.credentials import Caller, Credentials, Evidence
+from server.credentials import EVERYONE, Caller, Credentials, Evidence
 from server.interception import Wrapping
 from server.operators import OPERATOR
 from server.refusals import refuse
@@ -32,7 +32,8 @@ from server.tally import Tally
 from server.workers import Worker, WorkerTable
 
 _BEARER = "Bearer "
-_CERTIFICATE_NAMES = "x509_subject_alternative_name"
+NO_VERB = "unknown"  # in metrics: what a call named may be anything
+_CERTIFICATE_NAMES = "peer_dns"  # not its URIs, addresses or mail addresses, nor its common name
 
 _caller: ContextVar[Caller] = ContextVar("caller")  # of the call that this task answers
 
@@ -40,6 +41,11 @@ _caller: ContextVar[Caller] = ContextVar("caller")  # of the call that this task
 def caller() -> Caller:
     """Who calls. Raises ``LookupError`` where no call is being answered."""
     return _caller.get()
+
+
+def caller_or_nobody() -> Caller | None:
+    """Who calls; None in a call of a service that is for everyone."""
+    return _caller.get(None)
 
 
 class Identifying(Wrapping):
@@ -56,6 +62,17 @@ class Identifying(Wrapping):
         if service not in (wire.SERVICE, OPERATOR):
             return handler
         return _preceded(handler, functools.partial(self._admit, service, verb))
+
+    def instead(self, service: str) -> Any:
+        """A verb that our services have not is for known callers, too. See ``Wrapping``."""
+        if service not in (wire.SERVICE, OPERATOR):
+            return None
+
+        async def answer(_: Any, context: Context) -> None:
+            await self._admit(service, NO_VERB, context)
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{service} has no such verb; use its proto")
+
+        return grpc.stream_unary_rpc_method_handler(answer)
 
     async def _admit(self, service: str, verb: str, context: Context) -> None:
         found = self._credentials.caller(self._evidence(context))
@@ -122,6 +139,11 @@ class Access:
                 f"tenant {namespace.tenant[:80]!r} is not covered by this credential; name one that is"
             )
         return namespace
+
+    @property
+    def opener(self) -> str | None:
+        """For whose share a namespace counts that is opened; None where all callers are one."""
+        return None if caller() == EVERYONE else caller().name
 
     def space(self, digest: bytes) -> Space:
         """An open namespace. Raises ``NamespaceUnknown``, ``InvalidArgument``."""

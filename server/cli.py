@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from server.commands import bench, check, config, explain, plan, serve, status, token, units, warm
+from server.metrics import release
+from server.standard import telling_of_lost_output
 
 app = typer.Typer(
     help="A tiered store for the prefix caches of MLA models.",
@@ -13,8 +17,18 @@ app = typer.Typer(
 )
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"latentkv {release()}")
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_say_version)
+    ] = False,
+) -> None:
     """A tiered store for the prefix caches of MLA models."""
 
 
@@ -32,5 +46,6 @@ app.add_typer(config.app, name="config")
 
 
 def main() -> None:
-    """Entry point of the ``latentkv`` command."""
-    app()
+    """Run the command that the arguments name."""
+    with telling_of_lost_output():
+        app()

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 from pydantic_settings import (
@@ -31,10 +31,12 @@ from kvstore.units import DEFAULT_INTERVAL
 from server.credentials import DEFAULT_DOMAIN
 
 ENV_PREFIX = "LATENTKV_"
+SOCKET = "latentkv.sock"
 DOMAINS = "domains"  # in the data directory: a directory for each domain but the first
-ARENA_SUFFIX = ".arena"  # the handover socket lies beside the gRPC socket
-_DOMAIN_NAME = re.compile("[a-z0-9][a-z0-9-]{0,31}")
-_MAX_SOCKET_PATH = 107 - len(ARENA_SUFFIX)  # sun_path holds 108 bytes with its final zero
+DOMAIN_NAME = re.compile("[a-z0-9][a-z0-9-]{0,31}")
+
+
+Found = TypeVar("Found", bound=BaseSettings)
 
 
 class ConfigError(KVStoreError):
@@ -47,16 +49,39 @@ def _check_http(http: str) -> str:
     return http
 
 
+def _check_place(listen: str) -> str:
+    return str(Address.parse(listen))
+
+
 def _check_listen(listen: str) -> str:
     address = Address.parse(listen)
-    if len(os.fsencode(address.path)) > _MAX_SOCKET_PATH:
-        raise ValueError(f"the socket's path is longer than {_MAX_SOCKET_PATH} bytes; choose a shorter one")
     if not (address.local or address.tls):
         raise ValueError(
             "beyond loopback only TLS is spoken: write tls://host:port and set tls_cert, tls_key and"
             " credentials, or use 127.0.0.1"
         )
-    return listen
+    return str(address)
+
+
+def _check_path(given: object) -> object:
+    """``~`` is somebody's home, and an empty text is no path: it would be the current directory."""
+    if isinstance(given, Path):
+        return given
+    if not isinstance(given, str):
+        raise ValueError("write a path, in quotes")
+    if not given.strip():
+        raise ValueError("it is empty: name a path (. is the current directory), or leave the setting away")
+    if "\0" in given:
+        raise ValueError("no path can hold a zero byte")
+    home = os.path.expanduser(given)
+    if home.startswith("~"):
+        raise ValueError(
+            "nobody's home directory is known by that name; write the whole path (./~ is a file)"
+        )
+    return home
+
+
+FilePath = Annotated[Path, BeforeValidator(_check_path)]
 
 
 class DomainSizes(BaseModel):
@@ -70,18 +95,27 @@ class DomainSizes(BaseModel):
 
 def _check_domains(domains: dict[str, DomainSizes]) -> dict[str, DomainSizes]:
     for name in domains:
-        if not _DOMAIN_NAME.fullmatch(name):
+        if not DOMAIN_NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a domain; write up to 32 of a-z, 0-9 and -")
         if name == DEFAULT_DOMAIN:
             raise ValueError(f"there is {name!r} already, with host_bytes and disk_bytes; take another name")
     return domains
 
 
-def default_listen(data: Path) -> str:
-    """A socket under the user's runtime directory, or in the data directory if there is none."""
+def default_listen(data: Path | None) -> str:
+    """A socket under the user's runtime directory, or in the data directory if there is none.
+
+    Raises ``ConfigError`` when neither is known.
+    """
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
-    directory = runtime / "latentkv" if runtime.is_dir() else data.absolute()
-    return f"{UNIX}{directory / 'latentkv.sock'}"
+    if runtime.is_dir():
+        return f"{UNIX}{runtime.absolute() / 'latentkv' / SOCKET}"
+    if data is None:
+        raise ConfigError(
+            f"it is not known where the daemon listens: give --listen, {ENV_PREFIX}LISTEN or --data"
+            f" (there is no runtime directory {runtime})"
+        )
+    return f"{UNIX}{data.absolute() / SOCKET}"
 
 
 def _read_map(given: object) -> object:
@@ -94,26 +128,44 @@ def _read_map(given: object) -> object:
         raise ValueError('write JSON, such as {"acme": "100GiB"}, or a table in the file') from None
 
 
+class Place(BaseSettings):
+    """Of the settings only what says where the daemon is."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_prefix=ENV_PREFIX)
+
+    data: FilePath | None = None
+    listen: Annotated[str, AfterValidator(_check_place)] | None = None
+
+
+def _read_names(given: object) -> object:
+    """Names from a flag or the environment stand between commas; a file has them as a list."""
+    if not isinstance(given, str):
+        return given
+    return [name for part in given.split(",") if (name := part.strip())]
+
+
 class Config(BaseSettings):
     """Every setting of the daemon. Sizes in bytes (``4GiB`` and the like are read), times in seconds."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
 
-    data: Path
+    data: FilePath
     listen: Annotated[str, AfterValidator(_check_listen)] | None = None
-    credentials: Path | None = None
+    credentials: FilePath | None = None
     domains: Annotated[
         dict[str, DomainSizes], NoDecode, BeforeValidator(_read_map), AfterValidator(_check_domains)
     ] = {}
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
+    tls_cert: FilePath | None = None
+    tls_key: FilePath | None = None
+    tls_client_ca: FilePath | None = None
     host_bytes: ByteSize = ByteSize(4 << 30)
     disk_bytes: ByteSize = ByteSize(50 << 30)
     interval: int = DEFAULT_INTERVAL
     policy: Policy = "unit"
     tenant_bytes: ByteSize = ByteSize(0)
     tenant_quotas: Annotated[dict[str, ByteSize], NoDecode, BeforeValidator(_read_map)] = {}
+    tenant_namespaces: int = 4096
+    tenant_block_sizes: int = 8
     admit: Admit = "always"
     codec: CodecName = "raw"
     payloads: PayloadKind = "lmdb"
@@ -123,9 +175,11 @@ class Config(BaseSettings):
     pin_share: float = 0.5
     lease_seconds: float = 60.0
     drain_seconds: float = Field(default=30.0, gt=0)
+    request_seconds: float = Field(default=10.0, gt=0, le=3600)
     readers: int = 8
     numa_node: int | None = None
     http: Annotated[str, AfterValidator(_check_http)] | None = None
+    http_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_read_names)] = ()
     record_bytes: ByteSize = ByteSize(16 << 20)
     prefill_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     gpu_hour_price: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -165,7 +219,7 @@ def load(flags: Mapping[str, str | None], file: str | None = None) -> Config:
     """
     origin = _origin(flags, file)
     try:
-        config = _sources(Path(origin.file) if origin.file else None)(**origin.flags)
+        config = _sources(Path(origin.file) if origin.file else None, Config)(**origin.flags)
     except ValidationError as error:
         raise ConfigError(origin.describe(error)) from None
     try:
@@ -177,10 +231,30 @@ def load(flags: Mapping[str, str | None], file: str | None = None) -> Config:
     return config
 
 
-def _origin(flags: Mapping[str, str | None], file: str | None) -> _Origin:
-    named = file or os.environ.get(ENV_PREFIX + "CONFIG")
+def listening(listen: str | None, data: str | None) -> str:
+    """Where the daemon is that a command asks: by the same rules as ``load``, and no other setting is needed.
+
+    Raises ``ConfigError``.
+    """
+    origin = _origin({"listen": listen, "data": data})
+    try:
+        found = _sources(Path(origin.file) if origin.file else None, Place)(**origin.flags)
+    except ValidationError as error:
+        raise ConfigError(origin.describe(error)) from None
+    return found.listen or default_listen(found.data)
+
+
+def _origin(flags: Mapping[str, str | None], file: str | None = None) -> _Origin:
+    named = os.environ.get(ENV_PREFIX + "CONFIG") if file is None else file
     given = {name: value for name, value in flags.items() if value is not None}
-    return _Origin(given, named, _read_table(Path(named)) if named else {})
+    if named is None:
+        return _Origin(given, None, {})
+    try:
+        path = str(_check_path(named))
+    except ValueError as error:
+        source = "--config" if file is not None else ENV_PREFIX + "CONFIG"
+        raise ConfigError(f"config={named!r} (from {source}): {error}") from None
+    return _Origin(given, path, _read_table(Path(path)))
 
 
 def _check_reach(config: Config) -> None:
@@ -214,15 +288,17 @@ def _check_reach(config: Config) -> None:
 
 def _read_table(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_bytes().decode())
     except OSError as error:
-        raise ConfigError(f"config={str(file)!r} cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"config={str(file)!r} cannot be read: {error.strerror}; name a TOML file"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config={str(file)!r} is no TOML: {error}") from None
 
 
-def _sources(file: Path | None) -> type[Config]:
-    class Sources(Config):
+def _sources(file: Path | None, settings: type[Found]) -> type[Found]:
+    class Sources(settings):  # type: ignore[valid-type, misc]
         @classmethod
         def settings_customise_sources(
             cls,
@@ -265,6 +341,6 @@ class _Origin:
         if first["type"] == "missing":
             return f"{name} is not set: give --{name}, {ENV_PREFIX}{name.upper()}, or {name} in the TOML file"
         if first["type"] == "extra_forbidden":
-            return f"{name}={first['input']!r} ({source}) is no setting"
+            return f"{name}={first['input']!r} ({source}) is no setting; latentkv config show lists them"
         reason = first["msg"].removeprefix("Value error, ")
         return f"{name}={first['input']!r} ({source}): {reason}"

@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 import secrets
-import stat
 import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -21,6 +20,7 @@ from typing import Protocol, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvstore.errors import KVStoreError
+from server.trusted_files import UntrustedFile, read_trusted
 
 ALL = "*"  # in the file: every tenant that is of no other domain
 DEFAULT_DOMAIN = "default"  # of who names none
@@ -204,13 +204,10 @@ class _File(BaseModel):
 
 def _read(path: Path) -> _File:
     try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise CredentialsError(f"{path} may be written by others; chmod go-w it")
-            return _File.model_validate(tomllib.load(file))
-    except OSError as error:
-        raise CredentialsError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return _File.model_validate(tomllib.loads(read_trusted(path).data.decode()))
+    except UntrustedFile as error:
+        raise CredentialsError(str(error)) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CredentialsError(f"{path} is no TOML: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]

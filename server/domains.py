@@ -31,12 +31,14 @@ class Domain:
     """An open domain: its store, the workers that may map it, and the services over both."""
 
     def __init__(self, store: Store, reporter: Reporter, config: Config) -> None:
-        record = RequestRecord(config.record_bytes)
+        record = RequestRecord(config.record_bytes, store.time.now)
         self.store = store
         self.reporter = reporter
         # Twice, so that leases end by their own clock first, and say so.
         self.workers = WorkerTable(store, idle_seconds=2 * config.lease_seconds)
-        self.calls = KVStoreService(store, self.workers, reporter.tally, record)
+        self.calls = KVStoreService(
+            store, self.workers, reporter.tally, record, read_seconds=config.lease_seconds
+        )
         self.operators = OperatorService(store, reporter, record)
 
 

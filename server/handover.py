@@ -3,26 +3,30 @@
 A plain unix stream socket beside the gRPC one. A process whose uid is known gets one line of
 JSON, with the memfd of its caller's domain if that may map it, and then keeps the connection open: its
 end of file is the worker's death, and frees what the worker held. The token in that line also
-says in gRPC calls whose they are, for gRPC does not tell the uid of a peer.
+says in gRPC calls whose they are, for gRPC does not tell the uid of a peer. It says so over the unix
+socket only, and until the process that got it has ended, whoever keeps its connection open.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import logging
+import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from kvstore.arena import Arena
-from kvstore.errors import Unavailable
+from kvstore.errors import LimitReached
 from kvstore.leases import Holder
 from kvstore.wire import HANDOVER_VERSION
 from server.credentials import Credentials, Evidence
 from server.domains import Domain
-from server.events import event
+from server.events import Occasional, event
 
 log = logging.getLogger(__name__)
 
@@ -38,23 +42,23 @@ class Handover:
         self._path = path
         self._credentials = credentials
         self._domains = domains
+        self._troubles = Occasional(log)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Listen. The path must be free. Raises ``OSError``."""
+        """Listen; ``accept`` follows. The path must be free. Raises ``OSError``."""
         self._listener.setblocking(False)
         self._listener.bind(str(self._path))
         self._listener.listen(64)
-        self._accepting = asyncio.create_task(self._accept())
 
-    async def _accept(self) -> None:
+    async def accept(self) -> None:
+        """Serve whoever comes, for ever."""
         while True:
             try:
                 connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
             except OSError as error:  # out of descriptors: workers get bytes until some are free
-                event(log, logging.ERROR, "handover_failed", reason=error.strerror)
+                self._troubles.event(logging.ERROR, "handover_failed", reason=error.strerror)
                 await asyncio.sleep(1.0)
                 continue
             task = asyncio.create_task(self._serve(connection))
@@ -68,33 +72,37 @@ class Handover:
             )
             caller = self._credentials.caller(Evidence(uid=uid))
             if caller is None:
-                event(log, logging.WARNING, "worker_refused", pid=pid, uid=uid, reason="another user")
+                self._refuse(pid, uid, "another user")
                 return
             domain = self._domains[caller.domain]
             try:
                 holder = domain.workers.admit(caller, uid)
-            except Unavailable as error:
-                event(log, logging.WARNING, "worker_refused", pid=pid, uid=uid, reason=error)
+            except LimitReached as error:
+                self._refuse(pid, uid, error)
                 return
             name = holder.token[:4].hex()
             came = "worker_mapped" if holder.mapped else "worker_known"
             who = {"caller": caller.name, "domain": caller.domain}
             event(log, logging.INFO, came, worker=name, pid=pid, uid=uid, **who)
             try:
-                _greet(connection, holder, domain.store.arena)
-                await _end_of_file(connection)
+                with _until_end_of(pid, functools.partial(domain.workers.disown, holder)):
+                    _greet(connection, holder, domain.store.arena)
+                    await _end_of_file(connection)
             except OSError as error:
                 event(log, logging.INFO, "worker_lost", worker=name, reason=error.strerror or error)
             domain.workers.dismiss(holder)
             event(log, logging.INFO, "worker_gone", worker=name, pid=pid)
 
+    def _refuse(self, pid: int, uid: int, reason: object) -> None:
+        self._troubles.event(logging.WARNING, "worker_refused", pid=pid, uid=uid, reason=reason)
+
     async def close(self) -> None:
-        """Stop, keeping what connected workers hold: the store must be closed by now.
+        """Stop, keeping what connected workers hold: the store and ``accept`` must have ended by now.
 
         A cancelled connection is closed without being dismissed, for its worker may live
         on and touch its slots.
         """
-        tasks = {*self._connections, *([self._accepting] if self._accepting else [])}
+        tasks = set(self._connections)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -111,3 +119,29 @@ async def _end_of_file(connection: socket.socket) -> None:
     # A worker has nothing to say; only its silence's end matters. One that talks is not listened to closely.
     while await asyncio.get_running_loop().sock_recv(connection, _BABBLE_BYTES):
         await asyncio.sleep(_BABBLE_SECONDS)
+
+
+@contextlib.contextmanager
+def _until_end_of(pid: int, ended: Callable[[], None]) -> Iterator[None]:
+    """Call ``ended`` should the process end meanwhile: a child may have its connection yet."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        ended()
+        yield
+        return
+    except OSError:  # one that we cannot see, of another container: its connection has to do
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def note() -> None:
+        loop.remove_reader(process)
+        ended()
+
+    loop.add_reader(process, note)
+    try:
+        yield
+    finally:
+        loop.remove_reader(process)
+        os.close(process)

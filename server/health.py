@@ -6,6 +6,10 @@ from grpc_health.v1 import health, health_pb2
 
 from kvstore import wire
 
+MODES = {  # of a store, and what they mean while the daemon is ready
+    "host_only": "the disk cannot be written: new blocks stay in memory only",
+    "degraded": "a background task failed and is being started again",
+}
 SERVICES = ("", wire.SERVICE)
 
 
@@ -27,7 +31,14 @@ class Health:
         for service in SERVICES:
             await self.servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
 
+    async def fail(self, why: str) -> None:
+        """No more calls are accepted, for the daemon has failed and is about to end."""
+        self.why_not = why
+        for service in SERVICES:
+            await self.servicer.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+
     async def drain(self) -> None:
         """No more calls are accepted, for good."""
-        self.why_not = "draining: the daemon shuts down"
+        if self.why_not is None:
+            self.why_not = "draining: the daemon shuts down"
         await self.servicer.enter_graceful_shutdown()

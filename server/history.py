@@ -17,7 +17,9 @@ class Sample:
 
     at: float
     matches: int
+    matched_tokens: int
     hit_tokens: int
+    short_tokens: int
     miss_tokens: int
     loaded_bytes: int
     written_bytes: int
@@ -36,7 +38,9 @@ class History:
         return Sample(
             at,
             matches=sum(each.matches.total() for each in tenants),
+            matched_tokens=sum(each.matched_tokens.total() for each in tenants),
             hit_tokens=sum(each.hit_tokens.total() for each in tenants),
+            short_tokens=sum(each.short_tokens for each in tenants),
             miss_tokens=sum(each.miss_tokens.total() for each in tenants),
             loaded_bytes=self._tally.loaded_bytes,
             written_bytes=self._tally.step_bytes("disk_write"),

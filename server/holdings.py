@@ -10,6 +10,8 @@ from kvstore.pins import Pin
 from kvstore.survey import UnitSurvey
 from kvstore.units import UnitKind
 
+CLIP = 256  # characters of a name in a list
+
 
 @dataclass(frozen=True, slots=True)
 class PinHeld:
@@ -44,18 +46,19 @@ def pin_held(pin: Pin) -> PinHeld:
     return PinHeld(pin.handle, pin.unit.hex(), pin.created, pin.expires)
 
 
-def holdings(units: Sequence[UnitSurvey], pins: Sequence[Pin]) -> list[UnitHeld]:
-    """Units with their pins."""
+def holdings(units: Sequence[UnitSurvey], pins: Sequence[Pin], *, clipped: bool = False) -> list[UnitHeld]:
+    """Units with their pins. ``clipped`` shortens what may be long, for an answer with many of them."""
+    text = clip if clipped else str
     of: defaultdict[bytes, list[PinHeld]] = defaultdict(list)
     for pin in pins:
         of[pin.unit].append(pin_held(pin))
     return [
         UnitHeld(
             unit=unit.hash.hex(),
-            tenant=unit.namespace.tenant,
-            model=unit.namespace.model,
-            revision=unit.namespace.revision,
-            adapter=unit.namespace.adapter,
+            tenant=text(unit.namespace.tenant),
+            model=text(unit.namespace.model),
+            revision=text(unit.namespace.revision),
+            adapter=text(unit.namespace.adapter),
             kinds=kinds_of(unit.kinds),
             tokens=unit.tokens,
             nbytes=unit.nbytes,
@@ -66,6 +69,11 @@ def holdings(units: Sequence[UnitSurvey], pins: Sequence[Pin]) -> list[UnitHeld]
         )
         for unit in units
     ]
+
+
+def clip(text: str) -> str:
+    """A text as lists show it: what is longer than ``CLIP`` characters ends in an ellipsis."""
+    return text if len(text) <= CLIP else text[: CLIP - 1] + "…"
 
 
 def kinds_of(kinds: int) -> list[str]:

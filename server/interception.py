@@ -24,8 +24,8 @@ class Wrapping(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         method = handler_call_details.method
         if method not in self._wrapped:
             handler = await continuation(handler_call_details)
-            if handler is None:  # there is no such method, whatever it is called
-                return None
+            if handler is None:  # there is no such method; what it is called must not be remembered
+                return self.instead(method.rpartition("/")[0].removeprefix("/"))
             _, service, verb = method.split("/")
             self._wrapped[method] = self.wrap(handler, service, verb)
         return self._wrapped[method]
@@ -33,3 +33,7 @@ class Wrapping(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     @abstractmethod
     def wrap(self, handler: Any, service: str, verb: str) -> Any:
         """The handler of a service's verb, with what stands before it."""
+
+    def instead(self, service: str) -> Any:
+        """What answers a verb that the service has not; None leaves it to gRPC."""
+        return None

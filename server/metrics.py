@@ -31,6 +31,11 @@ COUNTERS = {
     "deleted_blocks": "Blocks that an operator deleted",
     "unadmitted_blocks": "Blocks that stayed in memory only, for they were not seen before",
     "quota_declined_blocks": "Blocks that stayed in memory only, for their tenant's quota was full",
+    "disk_declined_blocks": "Blocks that stayed in memory only, for the disk has no room for their document",
+    "unwritable_blocks": "Blocks that stayed in memory only, for they cannot be written though others can",
+    "task_failures": "Background tasks that failed, and were started again or ended the daemon",
+    "bad_places": "Places on the disk that could not be written or read, and are used no more",
+    "unopened_files": "Files of payloads that could not be opened at the start, and are left alone",
     "host_evicted_blocks": "Blocks whose place in the arena was given to another",
     "host_lost_blocks": "Blocks that left a full arena unwritten, for the disk failed",
     "checksum_failures": "Payloads that did not verify; each was a miss",
@@ -38,6 +43,8 @@ COUNTERS = {
     "write_failures": "Batches that could not be written",
     "lost_payloads": "Payloads that the catalogue names and that were gone",
     "catalog_skipped": "Damaged records that the catalogue skipped",
+    "clock_steps": "How often the wall clock was set by more than a second",
+    "retired_namespaces": "Namespaces that held nothing and were given up",
     "expired_leases": "Leases that ended by the clock",
     "loads": "Loads begun",
 }
@@ -50,6 +57,7 @@ _GAUGES = {
     "latentkv_namespaces": "Open namespaces",
     "latentkv_arena_locked": "1 if the arena is locked in memory",
     "latentkv_host_only": "1 while the disk cannot be written",
+    "latentkv_degraded": "1 while a background task that failed is being started again",
 }
 
 
@@ -122,9 +130,17 @@ def _call_families(taken: Snapshot) -> Iterator[Metric]:
 
 
 def _tenant_families(taken: Snapshot) -> Iterator[Metric]:
-    matches, hits, misses, loads, even, seconds, money = families = (
+    matches, found, hits, short, misses, loads, even, seconds, money = families = (
         CounterMetricFamily("latentkv_matches", "Prompts matched", labels=("tenant", "reason")),
-        CounterMetricFamily("latentkv_hit_tokens", "Tokens that Match found", labels=("tenant", "tier")),
+        CounterMetricFamily("latentkv_matched_tokens", "Tokens that Match found", labels=("tenant", "tier")),
+        CounterMetricFamily(
+            "latentkv_hit_tokens", "Tokens that loads delivered, once a request", labels=("tenant", "tier")
+        ),
+        CounterMetricFamily(
+            "latentkv_short_tokens",
+            "Tokens that loads asked for and did not get, once a request",
+            labels=("tenant",),
+        ),
         CounterMetricFamily(
             "latentkv_miss_tokens", "Tokens that Match did not find", labels=("tenant", "reason")
         ),
@@ -144,12 +160,14 @@ def _tenant_families(taken: Snapshot) -> Iterator[Metric]:
     for tenant, figures in sorted(taken.tenants.items()):
         for family, counts in (
             (matches, figures.matches),
+            (found, figures.matched_tokens),
             (hits, figures.hit_tokens),
             (misses, figures.miss_tokens),
             (loads, figures.loaded_tokens),
         ):
             for label, count in counts.items():
                 family.add_metric((tenant, label.value), count)
+        short.add_metric((tenant,), figures.short_tokens)
         even.add_metric((tenant,), figures.break_even_rate)
         seconds.add_metric((tenant,), figures.saved_seconds)
         money.add_metric((tenant,), taken.worth.money(figures.saved_seconds))
@@ -165,6 +183,7 @@ def _status_gauges(status: Status) -> Iterator[Metric]:
             "latentkv_namespaces": status.namespaces,
             "latentkv_arena_locked": status.pinned,
             "latentkv_host_only": status.mode == "host_only",
+            "latentkv_degraded": status.mode == "degraded",
         }
     )
 

@@ -10,11 +10,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import TypeVar
 
-import grpc
-
 from kvstore import wire
 from kvstore.curation import UNIT_ORDERS
-from kvstore.errors import InvalidArgument, KVStoreError
+from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.store import Store
 from kvstore.v1 import operator_pb2 as pb
 from server.events import event
@@ -27,6 +25,8 @@ from server.streams import Context
 log = logging.getLogger(__name__)
 
 MAX_UNITS = 1000  # in one answer
+MAX_PINS = 10_000  # the same
+PAGE_BYTES = wire.MAX_MESSAGE_BYTES // 4  # of namespaces in one answer
 _BATCH = 64  # recorded requests of a message
 
 OPERATOR = pb.DESCRIPTOR.services_by_name["Operator"].full_name
@@ -44,7 +44,15 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
         try:
             return await handler(service, request, context)
         except KVStoreError as error:
-            return await context.abort(*wire.status_of_error(error))
+            failure = error
+        except Exception as error:  # a handler's bug must cost one call, and be told as what it is
+            if context.done():  # the caller has gone; writing to it is what failed
+                raise
+            log.exception("event=call_failed verb=%s", handler.__name__)
+            failure = wire.DaemonFailed(
+                f"{handler.__name__} failed in the daemon ({type(error).__name__}); see its log"
+            )
+        return await context.abort(*wire.status_of_error(failure))
 
     return answer
 
@@ -60,21 +68,23 @@ class OperatorService:
         self._reporter = reporter
         self._record = record
 
+    @answered
     async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportResponse:
         """Everything an operator may want to see."""
         report = self._reporter.report()
         if report is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the store is being opened; ask again")
+            raise Unavailable("the store is being opened; ask again")
         return pb.ReportResponse(report_json=report.to_json())
 
+    @answered
     async def Namespaces(self, request: pb.NamespacesRequest, context: Context) -> pb.NamespacesResponse:
-        """The open namespaces and the keys of their chains."""
-        spaces = self._store.spaces()
+        """The open namespaces and the keys of their chains, as many as go into an answer."""
+        spaces = self._store.keeping.registry.page(request.after, PAGE_BYTES)
         named = [
             pb.OpenNamespace(namespace_json=space.namespace.to_json(), digest=space.digest)
             for space in spaces
         ]
-        return pb.NamespacesResponse(namespaces=named)
+        return pb.NamespacesResponse(namespaces=named, next=spaces[-1].id if spaces else 0)
 
     @answered
     async def Trail(self, request: pb.TrailRequest, context: Context) -> pb.TrailResponse:
@@ -98,7 +108,7 @@ class OperatorService:
             )
         tenant = request.tenant if request.HasField("tenant") else None
         units = await self._store.keeping.curator.units(tenant=tenant, order=order, limit=request.limit)
-        held = holdings(units, await self._store.keeping.curator.pins())
+        held = holdings(units, await self._store.keeping.curator.pins(), clipped=True)
         return pb.UnitsResponse(units_json=json.dumps([asdict(each) for each in held]))
 
     @answered
@@ -110,10 +120,11 @@ class OperatorService:
 
     @answered
     async def Pins(self, request: pb.PinsRequest, context: Context) -> pb.PinsResponse:
-        """All pins."""
+        """The pins, as many as go into an answer."""
         tenant = request.tenant if request.HasField("tenant") else None
-        pins = await self._store.keeping.curator.pins(tenant=tenant)
-        return pb.PinsResponse(pins_json=json.dumps([asdict(pin_held(pin)) for pin in pins]))
+        pins = (await self._store.keeping.curator.pins(tenant=tenant))[request.first :]
+        shown = [asdict(pin_held(pin)) for pin in pins[:MAX_PINS]]
+        return pb.PinsResponse(pins_json=json.dumps(shown), more=len(pins) > MAX_PINS)
 
     @answered
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
@@ -150,6 +161,7 @@ class OperatorService:
         event(log, logging.WARNING, "deleted", what=what, blocks=deleted.blocks)
         return pb.DeleteResponse(namespaces=deleted.namespaces, blocks=deleted.blocks)
 
+    @answered
     async def Record(self, request: pb.RecordRequest, context: Context) -> None:
         """The last requests."""
         for batch in self._record.batches(_BATCH):

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from server.config import DOMAINS
 from server.credentials import DEFAULT_DOMAIN
-from server.health import Health
+from server.health import MODES, Health
 from server.metrics import exposition
 from server.reporter import Reporter
 from server.web import HTML, JSON, METRICS, Page, Route
@@ -54,9 +54,8 @@ class Pages:
     async def _readyz(self) -> Callable[[], Page]:
         if not self._health.ready:
             return self._not_ready
-        degraded = any(reporter.degraded for reporter in self._reporters.values())
-        note = b"ok, but the disk cannot be written: new blocks stay in memory only\n"
-        return lambda: Page(note if degraded else b"ok\n")
+        notes = [MODES[reporter.mode] for reporter in self._reporters.values() if reporter.mode in MODES]
+        return lambda: Page(f"ok, but {notes[0]}\n".encode() if notes else b"ok\n")
 
     def _not_ready(self) -> Page:
         return Page(f"{self._health.why_not}\n".encode(), status=HTTPStatus.SERVICE_UNAVAILABLE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -28,8 +28,10 @@ class Recorded:
 class RequestRecord:
     """A queue bounded in bytes: the oldest leave. With 0 nothing is recorded. Owned by the event loop."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, now: Callable[[], float] = time.time) -> None:
+        """``now`` should go on evenly: a trace is about what came how long after what."""
         self._limit = limit_bytes
+        self._now = now
         self._used = 0
         self._requests: deque[Recorded] = deque()
 
@@ -41,7 +43,7 @@ class RequestRecord:
         if not self._limit:
             return
         ids = np.frombuffer(hashes, np.uint64)[:: HASH_BYTES // ID_BYTES].tobytes()
-        self._requests.append(Recorded(time.time(), tokens, ids))
+        self._requests.append(Recorded(self._now(), tokens, ids))
         self._used += _size(len(ids))
         while self._used > self._limit:
             self._used -= _size(len(self._requests.popleft().ids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -12,10 +13,12 @@ from kvstore.survey import NamespaceSurvey, Survey, UnitSurvey
 from kvstore.trail import Trail
 from server.faults import Fault
 from server.history import Sample
-from server.holdings import kinds_of
+from server.holdings import clip, kinds_of
 from server.tally import Miss, TenantTally, Worth
 
 TOP_UNITS = 10
+TOP_NAMESPACES = 200  # the largest: a report stays below the limit of a message, whatever others do
+TOP_TENANTS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,13 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class TenantReport:
-    """One tenant since the daemon's start."""
+    """One tenant since the daemon's start; ``server.tally.TenantTally`` says what the tokens are."""
 
     tenant: str
     matches: int
+    matched_tokens: int
     hit_tokens: int
+    short_tokens: int
     miss_tokens: int
     loaded_tokens: int
     load_seconds: float
@@ -126,12 +131,14 @@ def tiers_of(status: Status) -> list[TierReport]:
 
 
 def tenants_of(tenants: dict[str, TenantTally], worth: Worth) -> list[TenantReport]:
-    """Those who asked for most first."""
+    """Those who asked for most, first."""
     found = [
         TenantReport(
-            tenant=name,
+            tenant=clip(name),
             matches=tally.matches.total(),
+            matched_tokens=tally.matched_tokens.total(),
             hit_tokens=tally.hit_tokens.total(),
+            short_tokens=tally.short_tokens,
             miss_tokens=tally.miss_tokens.total(),
             loaded_tokens=tally.loaded_tokens.total(),
             load_seconds=tally.load_seconds,
@@ -141,7 +148,7 @@ def tenants_of(tenants: dict[str, TenantTally], worth: Worth) -> list[TenantRepo
         )
         for name, tally in tenants.items()
     ]
-    return sorted(found, key=lambda each: -(each.hit_tokens + each.miss_tokens))
+    return sorted(found, key=lambda each: -(each.matched_tokens + each.miss_tokens))[:TOP_TENANTS]
 
 
 def misses_of(tenants: dict[str, TenantTally]) -> list[MissReport]:
@@ -155,14 +162,15 @@ def misses_of(tenants: dict[str, TenantTally]) -> list[MissReport]:
 
 
 def namespaces_of(survey: Survey) -> list[NamespaceReport]:
-    """The largest on disk first."""
-    return [_namespace(each) for each in sorted(survey.namespaces, key=lambda each: -each.disk_bytes)]
+    """The largest on disk, first."""
+    largest = heapq.nlargest(TOP_NAMESPACES, survey.namespaces, key=lambda each: each.disk_bytes)
+    return [_namespace(each) for each in largest]
 
 
 def _namespace(found: NamespaceSurvey) -> NamespaceReport:
     return NamespaceReport(
-        tenant=found.namespace.tenant,
-        model=found.namespace.model,
+        tenant=clip(found.namespace.tenant),
+        model=clip(found.namespace.model),
         digest=found.digest[:6].hex(),
         blocks=found.blocks,
         host_blocks=found.host_blocks,
@@ -176,8 +184,8 @@ def unit_report(unit: UnitSurvey) -> UnitReport:
     """A unit in its JSON form."""
     return UnitReport(
         hash=unit.hash[:6].hex(),
-        tenant=unit.namespace.tenant,
-        model=unit.namespace.model,
+        tenant=clip(unit.namespace.tenant),
+        model=clip(unit.namespace.model),
         kinds=kinds_of(unit.kinds),
         tokens=unit.tokens,
         nbytes=unit.nbytes,

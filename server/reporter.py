@@ -45,9 +45,9 @@ class Reporter:
         self._address = address
 
     @property
-    def degraded(self) -> bool:
-        """Whether the disk cannot be written."""
-        return self._store is not None and self._store.status().mode == "host_only"
+    def mode(self) -> str:
+        """See ``kvstore.api.Status``; ``ok`` until the store is open."""
+        return self._store.status().mode if self._store is not None else "ok"
 
     def snapshot(self) -> Snapshot:
         """For the metrics page."""

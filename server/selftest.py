@@ -7,7 +7,6 @@ import mmap
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
 from kvstore.units import UnitKind, UnitMark
+from latentkv.__main__ import command
 
 DEPTH = 8  # requests in flight: as many as the daemon's readers
 _PIECE = 4 << 20
@@ -149,8 +149,7 @@ class SelfTest:
                 "log-level": "error",
             }
             flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-            command = [sys.executable, "-m", "server", "serve", *flags]
-            with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            with subprocess.Popen(command("serve", *flags), stdout=subprocess.PIPE) as process:
                 try:
                     assert process.stdout is not None
                     if not process.stdout.readline():

@@ -7,6 +7,7 @@ an unexpected one INTERNAL, in one place.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import time
@@ -15,21 +16,20 @@ from dataclasses import replace
 from typing import TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.layout import BLOCK_TOKENS
-from kvstore.loading import LoadStream
+from kvstore.loading import Outcome
 from kvstore.spaces import Space
 from kvstore.store import Store
 from kvstore.v1 import kvstore_pb2 as pb
 from server.access import Access
 from server.record import RequestRecord
 from server.refusals import refuse
-from server.streams import Context, Upload, announce_slots, send_blocks
-from server.tally import Asked, Tally
-from server.workers import WorkerTable, require_lease_room
+from server.streams import Context, Unread, Upload, announce_slots, send_blocks
+from server.tally import Asked, Loaded, Tally
+from server.workers import WorkerTable
 
 log = logging.getLogger(__name__)
 
@@ -48,17 +48,19 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
         began = time.monotonic()
         try:
             service.refuse_when_draining()
-            if isinstance(request, DecodeError):
-                raise request
             response = await handler(service, request, context)
+        except Unread as unread:
+            service.tally.answered(verb, grpc.StatusCode.DEADLINE_EXCEEDED.name)
+            return await unread.told(context)
         except KVStoreError as error:
             failure = error
-        except DecodeError as error:
-            failure = InvalidArgument(f"what came is no message of {verb} ({error}); use the published proto")
+        except grpc.aio.InternalError:  # the caller has gone; writing to it is what failed
+            service.tally.answered(verb, grpc.StatusCode.CANCELLED.name)
+            raise asyncio.CancelledError from None
         except Exception as error:  # a handler's bug must cost one call, not the daemon
-            if context.done():  # the caller has gone; writing to it is what failed
-                service.tally.answered(verb, "CANCELLED")
-                raise
+            if context.done():  # the caller has gone, whatever failed then
+                service.tally.answered(verb, grpc.StatusCode.CANCELLED.name)
+                raise asyncio.CancelledError from None
             log.exception("event=call_failed verb=%s", verb)
             failure = wire.DaemonFailed(f"{verb} failed in the daemon ({type(error).__name__}); see its log")
         else:
@@ -74,12 +76,22 @@ def answered(handler: Handler[Request, Response]) -> Handler[Request, Response]:
 class KVStoreService:
     """Implements ``kvstore.v1.KVStore`` over one store."""
 
-    def __init__(self, store: Store, workers: WorkerTable, tally: Tally, record: RequestRecord) -> None:
+    def __init__(
+        self,
+        store: Store,
+        workers: WorkerTable,
+        tally: Tally,
+        record: RequestRecord,
+        *,
+        read_seconds: float,
+    ) -> None:
+        """A worker may take ``read_seconds`` to take a piece of a block."""
         self._store = store
         self._record = record
         self._workers = workers
         self._access = Access(store)
         self.tally = tally
+        self._read_seconds = read_seconds
         self._draining = False
 
     def drain(self) -> None:
@@ -95,7 +107,9 @@ class KVStoreService:
     async def OpenNamespace(
         self, request: pb.OpenNamespaceRequest, context: Context
     ) -> pb.OpenNamespaceResponse:
-        digest = await self._store.open_namespace(self._access.require(wire.namespace_of(request)))
+        digest = await self._store.open_namespace(
+            self._access.require(wire.namespace_of(request)), self._access.opener
+        )
         return pb.OpenNamespaceResponse(digest=digest)
 
     @answered
@@ -128,8 +142,7 @@ class KVStoreService:
         hashes = wire.hashes_of(start.hashes)
         space = self._access.space(start.namespace)
         began = time.monotonic()
-        with self._workers.streaming(self._access.worker(start.worker)) as holder:
-            require_lease_room(holder)
+        with self._workers.loading(self._access.worker(start.worker), len(hashes)) as holder:
             stream = self._store.load(holder, space.digest, hashes, start.first, wire.readers_of(start))
             whole = False
             try:
@@ -137,25 +150,21 @@ class KVStoreService:
                 if holder.mapped:
                     await announce_slots(stream, requests, context)
                 else:
-                    await send_blocks(stream, context)
+                    await send_blocks(stream, context, self._read_seconds)
                 whole = True
             finally:
                 # A worker may die before its stream does; what was announced since is nobody's.
                 stream.close(returned=whole or self._workers.is_gone(holder))
-                self._note_load(space, stream, time.monotonic() - began)
+                self._note_load(space, stream.outcome(start.counted), time.monotonic() - began)
 
-    def _note_load(self, space: Space, stream: LoadStream, seconds: float) -> None:
-        tokens = space.layout.block_tokens
-        disk = stream.read_blocks
-        host = stream.delivered - disk
-        nbytes = stream.delivered * space.block_bytes
-        self.tally.loaded(space.namespace.tenant, host * tokens, disk * tokens, nbytes, seconds)
+    def _note_load(self, space: Space, outcome: Outcome, seconds: float) -> None:
+        loaded = Loaded(outcome, space.layout.block_tokens, outcome.delivered * space.block_bytes, seconds)
+        self.tally.loaded(space.namespace.tenant, loaded)
 
     @answered
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
-        holder = self._workers.holder(self._access.worker(request.worker))
-        if not request.lease:
-            require_lease_room(holder)
+        worker = self._access.worker(request.worker)
+        holder = self._workers.holder(worker) if request.lease else self._workers.lessee(worker)
         reserved = self._store.reserve(
             holder,
             self._access.space(request.namespace).digest,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import xxhash
 
 from kvstore import wire
-from kvstore.errors import CorruptBlock, InvalidArgument
+from kvstore.errors import CorruptBlock, DeadlineExceeded, InvalidArgument
 from kvstore.leases import Holder
 from kvstore.loading import LoadStream
 from kvstore.store import Store
@@ -18,6 +18,37 @@ from kvstore.v1 import kvstore_pb2 as pb
 from server.workers import Worker, WorkerTable
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+class Unread(DeadlineExceeded):
+    """A peer takes nothing of what is written to it. Only once it does can it be told so."""
+
+    def __init__(self, message: str, writing: asyncio.Task[None]) -> None:
+        super().__init__(message)
+        self._writing = writing
+
+    async def told(self, context: Context) -> NoReturn:
+        """Wait until it has taken what was being written, and say it then: nothing is held for it by now."""
+        try:
+            await self._writing
+            await context.abort(*wire.status_of_error(self))
+        except grpc.aio.InternalError:  # it has gone
+            raise asyncio.CancelledError from None
+        finally:
+            self._writing.cancel()
+
+
+async def write_within(seconds: float, response: Any, context: Context) -> None:
+    """Write a response. Raises ``Unread`` when the peer does not take it in time."""
+    writing = asyncio.ensure_future(context.write(response))
+    try:
+        await asyncio.wait({writing}, timeout=seconds)
+    except asyncio.CancelledError:
+        writing.cancel()
+        raise
+    if not writing.done():
+        raise Unread(f"nothing was taken of this stream for {seconds:g} s; call again", writing)
+    writing.result()
 
 
 async def announce_slots(
@@ -60,17 +91,20 @@ async def _credit(stream: LoadStream, requests: AsyncIterator[pb.LoadRequest]) -
         stream.give_back(wire.indices_of(request.returned))
 
 
-async def send_blocks(stream: LoadStream, context: Context) -> None:
-    """Load for a worker that gets bytes; gRPC's flow control is its credit."""
+async def send_blocks(stream: LoadStream, context: Context, seconds: float) -> None:
+    """Load for a worker that gets bytes; gRPC's flow control is its credit.
+
+    Raises ``Unread`` when it takes no more for so many seconds: its lease has expired by then.
+    """
     while batch := await stream.next():
         for index, _ in batch:
-            await _send_block(stream, index, context)
+            await _send_block(stream, index, context, seconds)
             stream.give_back([index])
     if stream.short is not None:
         await context.write(pb.LoadResponse(short=stream.short))
 
 
-async def _send_block(stream: LoadStream, index: int, context: Context) -> None:
+async def _send_block(stream: LoadStream, index: int, context: Context, seconds: float) -> None:
     nbytes, checksum = len(stream.view(index)), stream.checksum(index)
     for start in range(0, nbytes, wire.CHUNK_BYTES):
         # A slow worker's lease may expire between chunks, so each asks for the bytes anew;
@@ -78,7 +112,7 @@ async def _send_block(stream: LoadStream, index: int, context: Context) -> None:
         data = bytes(stream.view(index)[start : start + wire.CHUNK_BYTES])
         last = start + len(data) == nbytes
         chunk = pb.Chunk(block=index, offset=start, data=data, last=last, checksum=checksum if last else 0)
-        await context.write(pb.LoadResponse(chunk=chunk))
+        await write_within(seconds, pb.LoadResponse(chunk=chunk), context)
 
 
 class Upload:

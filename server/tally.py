@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
 
 from kvstore.api import Match, MissReason, Tier
+from kvstore.loading import Outcome
 from kvstore.observer import Departure
 
 # A gauge beside each histogram, of no use here.
@@ -46,10 +47,17 @@ class Worth:
 
 @dataclass(slots=True)
 class TenantTally:
-    """One tenant's requests. Tokens by tier and by the reason why a match fell short."""
+    """One tenant's requests. Tokens by tier and by the reason why a match fell short.
+
+    Matched is what Match found; a worker whose own pool has it does not even load it. Hit is what loads
+    delivered of it, short what they were asked for and did not: both once a request, however many ranks
+    it has. Loaded is what moved, for every rank.
+    """
 
     matches: Counter[MissReason] = field(default_factory=Counter)
+    matched_tokens: Counter[Tier] = field(default_factory=Counter)
     hit_tokens: Counter[Tier] = field(default_factory=Counter)
+    short_tokens: int = 0
     miss_tokens: Counter[MissReason] = field(default_factory=Counter)
     loaded_tokens: Counter[Tier] = field(default_factory=Counter)
     load_seconds: float = 0.0
@@ -71,13 +79,23 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load that has ended: what came of it, in blocks of so many tokens, and what it took."""
+
+    outcome: Outcome
+    block_tokens: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Miss:
-    """A prompt that fell short. ``at`` in unix seconds."""
+    """A prompt of which Match found ``matched_tokens`` only. ``at`` in unix seconds."""
 
     at: float
     tenant: str
     tokens: int
-    hit_tokens: int
+    matched_tokens: int
     reason: MissReason
 
 
@@ -160,29 +178,32 @@ class Tally:
     def matched(self, tenant: str, asked: Asked, match: Match) -> None:
         """A prompt was matched."""
         figures = self.tenant(tenant)
-        hit, counted = match.blocks * asked.block_tokens, min(asked.counted, asked.tokens)
-        fresh = max(hit - counted, 0)
+        found, counted = match.blocks * asked.block_tokens, min(asked.counted, asked.tokens)
+        fresh = max(found - counted, 0)
         # Where each of them lies is known as a sum over the whole match only.
         disk = min(fresh, match.disk_blocks * asked.block_tokens)
-        figures.hit_tokens[Tier.HOST] += fresh - disk
-        figures.hit_tokens[Tier.DISK] += disk
-        figures.miss_tokens[match.reason] += asked.tokens - max(hit, counted)
+        figures.matched_tokens[Tier.HOST] += fresh - disk
+        figures.matched_tokens[Tier.DISK] += disk
+        figures.miss_tokens[match.reason] += asked.tokens - max(found, counted)
         if counted:
             return
         figures.matches[match.reason] += 1
         if match.reason is not MissReason.NONE:
-            self.misses.append(Miss(time.time(), tenant, asked.tokens, hit, match.reason))
+            self.misses.append(Miss(time.time(), tenant, asked.tokens, found, match.reason))
 
-    def loaded(self, tenant: str, host_tokens: int, disk_tokens: int, nbytes: int, seconds: float) -> None:
-        """A load has ended that delivered so many tokens from each tier."""
-        figures = self.tenant(tenant)
-        figures.loaded_tokens[Tier.HOST] += host_tokens
-        figures.loaded_tokens[Tier.DISK] += disk_tokens
-        figures.load_seconds += seconds
-        figures.saved_seconds += self.worth.saved_seconds(host_tokens + disk_tokens, seconds)
-        self.loaded_bytes += nbytes
-        self._histograms.bytes_of["load"].observe(nbytes)
-        self.took("load", seconds)
+    def loaded(self, tenant: str, load: Loaded) -> None:
+        """A load has ended, whole or short."""
+        figures, came, size = self.tenant(tenant), load.outcome, load.block_tokens
+        figures.loaded_tokens[Tier.HOST] += (came.delivered - came.disk) * size
+        figures.loaded_tokens[Tier.DISK] += came.disk * size
+        figures.hit_tokens[Tier.HOST] += (came.fresh - came.fresh_disk) * size
+        figures.hit_tokens[Tier.DISK] += came.fresh_disk * size
+        figures.short_tokens += came.missing * size
+        figures.load_seconds += load.seconds
+        figures.saved_seconds += self.worth.saved_seconds(came.fresh * size, load.seconds)
+        self.loaded_bytes += load.nbytes
+        self._histograms.bytes_of["load"].observe(load.nbytes)
+        self.took("load", load.seconds)
 
     # --- behind the verbs
 

@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvstore.errors import NotReserved, Unavailable
+from kvstore.errors import LimitReached, NotReserved
 from kvstore.leases import Holder
 from kvstore.store import Store
 from kvstore.wire import TOKEN_BYTES, StaleWorker
 from server.credentials import Caller
 
-MAX_REMOTE = 4096
-MAX_MAPPED = 512  # each takes a descriptor for its life
+# What one caller may have at once. Others have as much, whatever it does.
+MAX_REMOTE = 1024  # workers that get bytes
+MAX_MAPPED = 256  # processes at the handover socket; each takes a descriptor for its life
+MAX_CALLER_LEASES = 16384
+MAX_LOADING = 1 << 20  # blocks that its open Loads name: a prompt of 64 million tokens
 MAX_LEASES = 4096  # of one worker; an engine has one a request
 
 
@@ -34,13 +37,13 @@ class Worker:
     mapped: bool  # whether the token is from the handover socket
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Local:
     """A process at the handover socket."""
 
     holder: Holder
     caller: Caller
-    uid: int
+    uid: int | None  # None once the process has ended
 
 
 @dataclass(eq=False)
@@ -57,37 +60,71 @@ class _Remote:
     uploaded: set[tuple[int, bytes]] = field(default_factory=set)
 
 
+@dataclass(eq=False)
+class _Share:
+    """What one caller has."""
+
+    local: dict[bytes, _Local] = field(default_factory=dict)
+    remote: dict[bytes, _Remote] = field(default_factory=dict)
+    loading: int = 0  # blocks that its open Loads name
+
+    @property
+    def empty(self) -> bool:
+        return not (self.local or self.remote or self.loading)
+
+    def leases(self) -> int:
+        """How many leases its workers hold."""
+        holders = [each.holder for each in self.local.values()]
+        holders += [each.holder for each in self.remote.values()]
+        return sum(len(holder.leases) for holder in holders)
+
+
 class WorkerTable:
-    """Tokens to holders."""
+    """Tokens to holders, within what each caller may have."""
 
     def __init__(self, store: Store, *, idle_seconds: float) -> None:
         self._store = store
         self._idle_seconds = idle_seconds
-        self._local: dict[bytes, _Local] = {}
-        self._remote: dict[tuple[Caller, bytes], _Remote] = {}
+        self._local: dict[bytes, _Local] = {}  # of all callers
+        self._shares: dict[Caller, _Share] = {}
+
+    def _share(self, caller: Caller) -> _Share:
+        return self._shares.setdefault(caller, _Share())
 
     def admit(self, caller: Caller, uid: int) -> Holder:
         """A process at the handover socket: a mapped worker, if its caller may map.
 
-        Raises ``Unavailable`` when there are too many.
+        Raises ``LimitReached`` when the caller has too many.
         """
-        if len(self._local) >= MAX_MAPPED:
-            raise Unavailable(f"{MAX_MAPPED} workers map the arena already; try again later")
+        share = self._share(caller)
+        if len(share.local) >= MAX_MAPPED:
+            raise LimitReached(f"{MAX_MAPPED} processes of this caller are connected already; end some")
         holder = self._store.connect(secrets.token_bytes(TOKEN_BYTES), mapped=caller.maps)
-        self._local[holder.token] = _Local(holder, caller, uid)
+        self._local[holder.token] = share.local[holder.token] = _Local(holder, caller, uid)
         return holder
+
+    def disown(self, holder: Holder) -> None:
+        """The process that got this token has ended: it proves nobody's uid any more."""
+        self._local[holder.token].uid = None
 
     def dismiss(self, holder: Holder) -> None:
         """A process at the handover socket has died: everything it held is free."""
-        del self._local[holder.token]
+        caller = self._local.pop(holder.token).caller
+        del self._shares[caller].local[holder.token]
+        self._retire(caller)
         self._store.disconnect(holder)
+
+    def _retire(self, caller: Caller) -> None:
+        """Forget a caller who has nothing."""
+        if self._shares[caller].empty:
+            del self._shares[caller]
 
     def is_gone(self, holder: Holder) -> bool:
         """Whether it is a mapped worker that was dismissed."""
         return holder.mapped and holder.token not in self._local
 
     def uid_of(self, token: str) -> int | None:
-        """The uid of the process that got this token (in hex) at the handover socket, while it lives."""
+        """The uid of the process that got this token (in hex) at the handover socket, while that lives."""
         try:
             local = self._local.get(bytes.fromhex(token))
         except ValueError:
@@ -95,7 +132,7 @@ class WorkerTable:
         return None if local is None else local.uid
 
     def holder(self, worker: Worker) -> Holder:
-        """The worker's holder. Raises ``StaleWorker``, and ``Unavailable`` when there are too many."""
+        """The worker's holder. Raises ``StaleWorker``, and ``LimitReached`` when its caller has too many."""
         if not worker.mapped:
             return self._remote_of(worker).holder
         local = self._local.get(worker.token)
@@ -106,16 +143,31 @@ class WorkerTable:
         return local.holder
 
     def _remote_of(self, worker: Worker) -> _Remote:
-        remote = self._remote.get((worker.caller, worker.token))
+        share = self._share(worker.caller)
+        remote = share.remote.get(worker.token)
         if remote is None:
-            if len(self._remote) >= MAX_REMOTE:
-                self._forget(lambda known: not known.holder.leases)  # they lose nothing
-            if len(self._remote) >= MAX_REMOTE:
-                raise Unavailable(f"{MAX_REMOTE} workers are connected already; try again later")
+            if len(share.remote) >= MAX_REMOTE:
+                self._forget(share, lambda known: not known.holder.leases)  # they lose nothing
+            if len(share.remote) >= MAX_REMOTE:
+                raise LimitReached(
+                    f"{MAX_REMOTE} workers of this caller hold leases already; release some, or wait until"
+                    " they have expired"
+                )
             remote = _Remote(self._store.connect(worker.token, mapped=False), 0.0)
-            self._remote[worker.caller, worker.token] = remote
+            share.remote[worker.token] = remote
         remote.seen = time.monotonic()
         return remote
+
+    def lessee(self, worker: Worker) -> Holder:
+        """The worker's holder, with room for one more lease. Raises as ``holder``."""
+        holder = self.holder(worker)
+        if len(holder.leases) >= MAX_LEASES:
+            raise LimitReached(f"this worker holds {MAX_LEASES} leases already; release some")
+        if self._share(worker.caller).leases() >= MAX_CALLER_LEASES:
+            raise LimitReached(
+                f"the workers of this caller hold {MAX_CALLER_LEASES} leases already; release some"
+            )
+        return holder
 
     @contextmanager
     def streaming(self, worker: Worker) -> Iterator[Holder]:
@@ -130,6 +182,22 @@ class WorkerTable:
         finally:
             remote.streams -= 1
             remote.seen = time.monotonic()
+
+    @contextmanager
+    def loading(self, worker: Worker, blocks: int) -> Iterator[Holder]:
+        """``streaming``, for a Load that names so many blocks. Raises ``LimitReached``, too."""
+        share = self._share(worker.caller)
+        if share.loading + blocks > MAX_LOADING:
+            raise LimitReached(
+                f"open loads of this caller name {share.loading} blocks, and {blocks} more would be over"
+                f" {MAX_LOADING}; wait for some to end"
+            )
+        share.loading += blocks
+        try:
+            with self.streaming(worker):
+                yield self.lessee(worker)
+        finally:
+            share.loading -= blocks
 
     def note_upload(self, worker: Worker, lease: int, block: bytes, *, whole: bool) -> None:
         """Bytes of a reserved block came from a worker, wholly or in part."""
@@ -152,25 +220,21 @@ class WorkerTable:
 
     def forget_uploads(self, worker: Worker, lease: int, hashes: Sequence[bytes] | None = None) -> None:
         """These blocks (all, if not named) of a lease were committed or given up."""
-        remote = self._remote.get((worker.caller, worker.token))
+        remote = self._share(worker.caller).remote.get(worker.token)
         if remote is not None and not worker.mapped:
             gone = remote.uploaded if hashes is None else {(lease, block) for block in hashes}
             remote.uploaded -= {item for item in gone if item[0] == lease}
 
     def sweep(self, now: float) -> None:
         """Forget the workers that were silent too long, and uploads whose lease has ended."""
-        for remote in self._remote.values():
-            remote.uploaded = {item for item in remote.uploaded if item[0] in remote.holder.leases}
-        self._forget(lambda known: now - known.seen > self._idle_seconds)
+        for caller, share in list(self._shares.items()):
+            for remote in share.remote.values():
+                remote.uploaded = {item for item in remote.uploaded if item[0] in remote.holder.leases}
+            self._forget(share, lambda known: now - known.seen > self._idle_seconds)
+            self._retire(caller)
 
-    def _forget(self, which: Callable[[_Remote], bool]) -> None:
-        for known, remote in list(self._remote.items()):
+    def _forget(self, share: _Share, which: Callable[[_Remote], bool]) -> None:
+        for token, remote in list(share.remote.items()):
             if not remote.streams and which(remote):
-                del self._remote[known]
+                del share.remote[token]
                 self._store.disconnect(remote.holder)
-
-
-def require_lease_room(holder: Holder) -> None:
-    """Raises ``Unavailable`` for a worker that opens leases without end."""
-    if len(holder.leases) >= MAX_LEASES:
-        raise Unavailable(f"this worker holds {MAX_LEASES} leases already; release some")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("kvstore", "server", "mla", "benchmarks")
+PACKAGES = ("latentkv", "kvstore", "server", "mla", "benchmarks")
 MODULE_LINES = 400
 FUNCTION_LINES = 60
 

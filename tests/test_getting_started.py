@@ -18,7 +18,7 @@ from tests.mla.zoo import save_checkpoint
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "getting-started.md"
-CLONED = ("kvstore", "server", "mla", "docs", "pyproject.toml", "README.md", "LICENSE")
+CLONED = ("latentkv", "kvstore", "server", "mla", "docs", "pyproject.toml", "README.md", "LICENSE")
 
 
 def script() -> str:

@@ -10,6 +10,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1 import kvstore_pb2_grpc, operator_pb2
 
 SECONDS = 10.0  # after which a peer gives up
+HELD_SECONDS = 0.5  # for connections that are opened to be in the way
 EMPTY_MARKS = 4_000_000  # in one message: 8 MiB, or 8 KB of gzip
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS = 0x0, 0x1, 0x3, 0x4
@@ -75,7 +77,7 @@ def _calls(
 ) -> Outcome:
     options = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(_target(victim), options=options) as channel:
-        call = channel.unary_unary(f"/{service}/{verb}")
+        call = channel.unary_unary(f"/{service}/{verb}", None, None)
         running = [call.future(each, timeout=SECONDS, compression=compression) for each in messages]
         return Counter(each.code().name for each in running)
 
@@ -114,35 +116,55 @@ def _held(victim: Victim, count: int, said: bytes) -> Outcome:
     with contextlib.ExitStack() as held:
         for _ in range(count):
             try:
-                connection = held.enter_context(_connection(victim))
-                connection.sendall(said)
+                held.enter_context(connected(victim)).sendall(said)
                 came["opened"] += 1
             except OSError as error:
                 came[type(error).__name__] += 1
+        time.sleep(HELD_SECONDS)
     return came
 
 
 def resets(victim: Victim, count: int = 2000) -> Outcome:
     """Calls on one connection, each reset as soon as it is made."""
+    cancel = struct.pack(">I", _CANCEL)
     came: Outcome = Counter()
     try:
-        with _connection(victim) as connection:
-            connection.sendall(_PREFACE + _frame(_SETTINGS, 0, 0) + _frame(_SETTINGS, _ACK, 0))
-            for number in range(count):
-                stream = 2 * number + 1
-                call = _frame(_HEADERS, _END_HEADERS, stream, _headers(f"/{wire.SERVICE}/Status"))
-                connection.sendall(call + _frame(_RESET, 0, stream, struct.pack(">I", _CANCEL)))
+        with greeted(victim) as connection:
+            for stream in range(1, 2 * count, 2):
+                connection.sendall(opened_call("Match", stream) + frame(_RESET, 0, stream, cancel))
                 came["reset"] += 1
-    except OSError as error:  # the daemon hung up, as it should
+    except OSError as error:  # the daemon hung up, as it may
         came[type(error).__name__] += 1
     return came
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+def greeted(victim: Victim) -> socket.socket:
+    """A connection on which HTTP/2 has begun."""
+    connection = connected(victim)
+    try:
+        connection.sendall(_PREFACE + frame(_SETTINGS, 0, 0) + frame(_SETTINGS, _ACK, 0))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def opened_call(verb: str, stream: int, **headers: str) -> bytes:
+    """A call that has begun, and says nothing yet. ``stream`` is odd, and greater than the last."""
+    return frame(_HEADERS, _END_HEADERS, stream, _headers(f"/{wire.SERVICE}/{verb}", headers))
+
+
+def message(body: pb.LoadRequest, stream: int) -> bytes:
+    """What a call says, and that more will follow."""
+    data = body.SerializeToString()
+    return frame(_DATA, 0, stream, b"\x00" + struct.pack(">I", len(data)) + data)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
-def _headers(path: str) -> bytes:
+def _headers(path: str, more: Mapping[str, str]) -> bytes:
     """The headers of a call in HPACK, none of them indexed."""
     given = {
         ":method": "POST",
@@ -151,6 +173,7 @@ def _headers(path: str) -> bytes:
         ":authority": "localhost",
         "content-type": "application/grpc",
         "te": "trailers",
+        **more,
     }
     return b"".join(b"\x00" + _text(name) + _text(value) for name, value in given.items())
 
@@ -201,6 +224,8 @@ def _asked(victim: Victim, count: int, pieces: list[bytes], *, answer: bool = Fa
                     connection.sendall(piece)
         for connection in opened:
             came[_status(connection) if answer else "opened"] += 1
+        if not answer:
+            time.sleep(HELD_SECONDS)
     return came
 
 
@@ -218,7 +243,7 @@ def _target(victim: Victim) -> str:
     return Address.parse(victim.url).target
 
 
-def _connection(victim: Victim) -> socket.socket:
+def connected(victim: Victim) -> socket.socket:
     address = Address.parse(victim.url)
     if not address.path:
         return socket.create_connection((address.bare_host, address.port), SECONDS)

@@ -141,7 +141,8 @@ class Requester:
         with self.clock.call(self.who, "match", CALL_SECONDS):
             match = self.store.match(self.keys[space], hashes, BLOCK_TOKENS * len(hashes) + 1, store=True)
         if match.blocks:
-            self.tell("hit", blocks=self._load(space, number, hashes[: match.blocks]))
+            came = self._load(space, number, hashes[: match.blocks])
+            self.tell("hit", space=space, document=number, blocks=came)
         return match
 
     def _load(self, space: int, number: int, hashes: Sequence[bytes]) -> int:

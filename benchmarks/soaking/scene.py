@@ -128,6 +128,7 @@ class Scene:
                 case "hit":
                     seen.hits += event["blocks"] > 0
                     seen.hit_blocks += event["blocks"]
+                    self._use((event["space"], event["document"]))
                 case "refused":
                     seen.refused[event["kind"]] += 1
                 case "wrong":

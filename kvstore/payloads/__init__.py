@@ -27,6 +27,14 @@ class Place(NamedTuple):
     page: int = 0  # the page of its file that it starts in, for stores that read by it; 0 is unknown
 
 
+class SetAside(NamedTuple):
+    """What is used no more until the next start, for it could not be written, read or opened."""
+
+    places: int = 0
+    files: int = 0
+    nbytes: int = 0  # of disk that all of it takes
+
+
 class Payloads(Protocol):
     """Durable block bytes.
 
@@ -47,6 +55,7 @@ class Payloads(Protocol):
         """Fill ``run.payload`` with the ``run.length`` bytes stored at ``place``.
 
         Raises ``CorruptBlock`` when the payload is found to be missing or of another length,
+        ``BadPlace`` when it can't be read though others can,
         and ``DiskError`` when it could not be read now; the run's pages may then hold anything.
         What is not the payload may be returned (damaged at rest, a wrong page): the caller's
         checksum decides. With ``page=0`` the slower way is taken that needs no page number.
@@ -70,6 +79,9 @@ class Payloads(Protocol):
 
     def stored_bytes(self, length: int) -> int:
         """Bytes that a payload of ``length`` bytes takes on disk, page rounding and headers included."""
+
+    def set_aside(self) -> SetAside:
+        """What of the disk turned out bad in this run."""
 
     def file_bytes(self) -> int:
         """Bytes that the store's files take on disk now, free space inside them included."""

@@ -12,7 +12,7 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,6 +140,14 @@ class DirectFile:
                     f"{self._path} ends at {offset + done}, expected {offset + len(run)} bytes"
                 )
 
+    def reads(self, offset: int) -> bool:
+        """Whether the page at ``offset`` can be read: so the disk as a whole answers."""
+        try:
+            self.read(Run.fresh(0, PAGE_BYTES).memory, offset)
+        except (OSError, CorruptBlock):
+            return False
+        return True
+
     def write(self, runs: Sequence[memoryview], offset: int) -> None:
         """Write ``runs`` one behind the other from ``offset``, all in whole pages. Raises ``OSError``."""
         rest = list(runs)
@@ -182,3 +190,7 @@ class DirectFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+OpenFile = Callable[[Path, int], DirectFile]
+"""Opens a file for direct I/O: (path, flags as for ``os.open``). Raises ``OSError``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Protocol
@@ -12,8 +13,11 @@ from kvstore.errors import CorruptBlock, DiskError
 from kvstore.payloads import Place
 from kvstore.payloads.direct import PAGE_BYTES, DirectFile, Run
 from kvstore.payloads.lmdb import KEY, LmdbPayloads, copy_value
-from kvstore.payloads.slab import SlabPayloads, eighths_of, slab_name, slot_bytes, split_key
+from kvstore.payloads.slab import SlabPayloads
+from kvstore.payloads.slab_places import eighths_of, slab_name, slot_bytes, split_key
 from kvstore.settings import PayloadKind
+
+log = logging.getLogger(__name__)
 
 
 class Inspector(Protocol):
@@ -104,13 +108,14 @@ class SlabInspector:
     damage = ""
 
     def __init__(self, path: Path, block_bytes: int) -> None:
-        """Raises ``DiskError``."""
         self._path = path
         self._block = block_bytes
-        try:
-            self._files = {file.name: DirectFile(file, os.O_RDONLY) for file in path.glob("slab-*")}
-        except OSError as error:
-            raise DiskError(f"slabs in {path} cannot be opened: {error}") from error
+        self._files: dict[str, DirectFile] = {}
+        for file in sorted(path.glob("slab-*")):
+            try:
+                self._files[file.name] = DirectFile(file, os.O_RDONLY)
+            except OSError as error:  # what lies in it is found to be missing
+                log.error("event=slab_left_alone path=%s reason=%s", file, error)
 
     def stored(self) -> set[int]:
         """See ``Inspector.stored``."""

@@ -9,6 +9,7 @@ cursor comes by, so walking the payloads' own keys would read the whole disk.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import struct
@@ -22,8 +23,8 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import CorruptBlock, DiskError, InvalidArgument
-from kvstore.payloads import Keys, Place
+from kvstore.errors import BadPlace, CorruptBlock, DiskError, InvalidArgument
+from kvstore.payloads import Keys, Place, SetAside
 from kvstore.payloads.direct import PAGE_BYTES, DirectFile, Run, make_directory
 from kvstore.payloads.lmdb_file import LmdbDamaged, LmdbFile
 
@@ -204,7 +205,9 @@ class LmdbPayloads:
         except _BROKEN as error:
             raise CorruptBlock(f"payload {place.key} in {self._path}: {error}") from error
         except (lmdb.Error, OSError) as error:
-            raise DiskError(f"payload {place.key} in {self._path} cannot be read: {error}") from error
+            bad = isinstance(error, OSError) and error.errno == errno.EIO and env.direct.reads(0)
+            kind = BadPlace if bad else DiskError
+            raise kind(f"payload {place.key} in {self._path} cannot be read: {error}") from error
 
     def _get_into(self, file: LmdbFile, key: int, run: Run) -> None:
         with file.env.begin(buffers=True) as txn:
@@ -280,6 +283,10 @@ class LmdbPayloads:
     def stored_bytes(self, length: int) -> int:
         """See ``Payloads.stored_bytes``."""
         return -(-(length + _PAGE_HEADER) // self._page) * self._page
+
+    def set_aside(self) -> SetAside:
+        """See ``Payloads.set_aside``. Which pages are used LMDB alone decides."""
+        return SetAside()
 
     def file_bytes(self) -> int:
         """See ``Payloads.file_bytes``."""

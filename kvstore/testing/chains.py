@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import random
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -121,6 +123,15 @@ def load_chain(
         short = load.short
     assert short is None or short <= reached
     return len(hashes) if short is None else short
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until something has come about that happens in the background."""
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        gc.collect()
+        time.sleep(0.01)
 
 
 def stored_again(store: KVStore, namespace: bytes, hashes: Sequence[bytes]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -10,9 +12,10 @@ from pathlib import Path
 
 from kvstore.catalog import BlockRecord, Catalog, UnitRecord
 from kvstore.errors import DiskError
-from kvstore.payloads import Keys, OpenPayloads, Payloads, Place
-from kvstore.payloads.direct import Run
+from kvstore.payloads import Keys, OpenPayloads, Payloads, Place, SetAside
+from kvstore.payloads.direct import DirectFile, Run
 from kvstore.payloads.kinds import open_lmdb
+from kvstore.payloads.slab import SlabPayloads
 
 
 class Gate:
@@ -68,7 +71,15 @@ class Faults:
     fail_writes: bool = False
     fail_reads: bool = False
     fail_frees: bool = False
+    fail_close: bool = False  # once everything is closed
     fail_commits: int = 0  # so many of the catalogue's next commits
+    fail_listing: bool = False
+    fail_sizes: set[int] = field(default_factory=set)  # writes of blocks of these bytes
+    poison: list[bytes] = field(default_factory=list)  # payloads that can never be written
+    # Name of a slab file, bytes from and to: these answer an error of the device, if ``open_slab`` opens it.
+    bad_places: list[tuple[str, int, int]] = field(default_factory=list)
+    bad_syncs: bool = False  # such a write is taken, and the file's next sync fails
+    defects: int = 0  # so many of the next questions for the size of a payload end as no error should
     lie_in_reads: bool = False  # a byte is not what was written, and nobody says so
     tear_writes: bool = False  # only the first half of each payload reaches the disk, and nobody says so
     delay: float = 0.0  # seconds that each read and write takes longer
@@ -96,27 +107,73 @@ class Faults:
 
     def open(self, path: Path, map_bytes: int, block_bytes: int, first_free: int) -> Payloads:
         """Payloads of ``inner`` behind these switches."""
-        return FaultyPayloads(self.inner(path, map_bytes, block_bytes, first_free), self)
+        return FaultyPayloads(self.inner(path, map_bytes, block_bytes, first_free), self, block_bytes)
+
+    def open_slab(self, path: Path, limit_bytes: int, block_bytes: int, first_free: int) -> Payloads:
+        """``inner`` for slabs on a disk with ``bad_places``."""
+        return SlabPayloads(path, limit_bytes, block_bytes, self.open_file)
+
+    def open_file(self, path: Path, flags: int) -> DirectFile:
+        """See ``OpenFile``."""
+        return FaultyFile(path, flags, self)
 
     def guard(self, catalog: Catalog) -> Catalog:
         """The same open catalogue behind these switches."""
         return FaultyCatalog(catalog, self)
 
 
+class FaultyFile(DirectFile):
+    """A file on a disk with ``Faults.bad_places``."""
+
+    def __init__(self, path: Path, flags: int, faults: Faults) -> None:
+        super().__init__(path, flags)
+        self._name = path.name
+        self._faults = faults
+        self._lost = False
+
+    def _is_bad(self, offset: int, nbytes: int) -> bool:
+        bad = ((start, end) for name, start, end in self._faults.bad_places if name == self._name)
+        return any(start < offset + nbytes and offset < end for start, end in bad)
+
+    def read(self, run: memoryview, offset: int) -> None:
+        """See ``DirectFile.read``."""
+        if self._is_bad(offset, len(run)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().read(run, offset)
+
+    def write(self, runs: Sequence[memoryview], offset: int) -> None:
+        """See ``DirectFile.write``."""
+        if self._is_bad(offset, sum(map(len, runs))):
+            if not self._faults.bad_syncs:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            self._lost = True
+        super().write(runs, offset)
+
+    def sync(self) -> None:
+        """See ``DirectFile.sync``."""
+        lost, self._lost = self._lost, False
+        if lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync()
+
+
 class FaultyPayloads:
     """``inner`` behind the switches of ``Faults``."""
 
-    def __init__(self, inner: Payloads, faults: Faults) -> None:
+    def __init__(self, inner: Payloads, faults: Faults, block_bytes: int) -> None:
         self._inner = inner
         self._faults = faults
+        self._block_bytes = block_bytes
         self.lead = inner.lead
 
     def write(self, items: Sequence[Run]) -> list[Place]:
         """See ``Payloads.write``."""
         self._faults.write_gate.come()
         time.sleep(self._faults.delay)
-        if self._faults.fail_writes:
+        if self._faults.fail_writes or self._block_bytes in self._faults.fail_sizes:
             raise DiskError("injected: the disk cannot be written")
+        if self._faults.poison and any(bytes(item.payload) in self._faults.poison for item in items):
+            raise DiskError("injected: this payload cannot be written")
         places = self._inner.write([_torn(item) for item in items] if self._faults.tear_writes else items)
         self._faults.written.update(place.key for place in places)
         self._faults.written_gate.come()
@@ -145,11 +202,20 @@ class FaultyPayloads:
 
     def missing(self, keys: Keys) -> set[int]:
         """See ``Payloads.missing``."""
+        if self._faults.fail_listing:
+            raise DiskError("injected: payloads cannot be listed")
         return self._inner.missing(keys)
 
     def stored_bytes(self, length: int) -> int:
         """See ``Payloads.stored_bytes``."""
+        if self._faults.defects:
+            self._faults.defects -= 1
+            raise RuntimeError("injected: a defect")
         return self._inner.stored_bytes(length)
+
+    def set_aside(self) -> SetAside:
+        """See ``Payloads.set_aside``."""
+        return self._inner.set_aside()
 
     def file_bytes(self) -> int:
         """See ``Payloads.file_bytes``."""
@@ -158,6 +224,8 @@ class FaultyPayloads:
     def close(self) -> None:
         """See ``Payloads.close``."""
         self._inner.close()
+        if self._faults.fail_close:
+            raise DiskError("injected: the disk cannot be closed")
 
 
 class FaultyCatalog(Catalog):

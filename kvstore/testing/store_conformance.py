@@ -10,7 +10,7 @@ One store serves all tests of a class, each in a namespace of its own. Needs pyt
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from kvstore.errors import (
     NotReserved,
     ParentMissing,
     TicketUnknown,
-    Unavailable,
 )
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import DType, LatentLayout, Strip
@@ -39,13 +38,13 @@ from kvstore.testing.chains import (
     store_chain,
     tokens,
 )
+from kvstore.testing.closed_conformance import ClosedStoreConformance as ClosedStoreConformance
 from kvstore.testing.subjects import HOST_BYTES, Subject
+from kvstore.testing.view_conformance import Arrive, ViewConformance
 from kvstore.testing.wrong_calls import STRANGE, WRONG_CALLS, World
 from kvstore.units import plan_output
 
 A, B, C, D = (tokens(seed, 100) for seed in range(4))
-
-Arrive = Callable[..., Conversation]
 
 DIFFERENT = Namespace(layout=replace(SMALL, strips=(Strip("index", 2),)), model="m", revision="r")
 VARIANTS: dict[str, Namespace] = {
@@ -237,7 +236,7 @@ class ChainConformance:
         assert loaded == [8] * 6
 
 
-class StoreConformance(ChainConformance):
+class StoreConformance(ChainConformance, ViewConformance):
     """All tests of one kind of store."""
 
     @pytest.fixture
@@ -321,33 +320,3 @@ class StoreConformance(ChainConformance):
         assert again.namespace == worker.namespace
         assert load_chain(store, again.namespace, hashes) == 0
         assert store.status().leases == 0
-
-
-class ClosedStoreConformance:
-    """What a store must do once it is closed; apart, for it ends the store. ``open`` as above."""
-
-    def open(self, path: Path) -> Subject:
-        """The store under test."""
-        raise NotImplementedError
-
-    def test_a_closed_store_is_a_miss_and_refuses_the_rest(self, tmp_path: Path) -> None:
-        subject = self.open(tmp_path)
-        store, world = subject.store, World.make(subject.store, "closed")
-        store.close()
-        store.close()
-        assert store.match(world.namespace, world.hashes, 512).reason is MissReason.UNAVAILABLE
-        with store.load(world.namespace, world.hashes, first=2) as load:
-            assert list(load) == []
-            assert load.short == 2
-        refused: tuple[Callable[[], object], ...] = (
-            lambda: world.reserve(ROOT, world.hashes),
-            lambda: store.durable(1),
-            lambda: store.status(),
-            lambda: store.open_namespace(Namespace(layout=SMALL)),
-        )
-        for use in refused:
-            with pytest.raises(Unavailable, match="closed"):
-                use()
-        with pytest.raises((Unavailable, LeaseUnknown)):
-            world.commit(world.hashes[4:])
-        subject.close()

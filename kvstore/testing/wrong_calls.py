@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.api import KVStore
+from kvstore.arguments import MAX_HASHES, MAX_TOKENS
 from kvstore.errors import (
     CapacityTooSmall,
     InvalidArgument,
@@ -140,6 +141,28 @@ WRONG_CALLS: dict[str, tuple[type[KVStoreError], Call]] = {
     "odd align": (InvalidArgument, lambda w: w.match(w.hashes, 512, 96)),
     "negative first": (InvalidArgument, lambda w: w.load(w.hashes, -1)),
     "first beyond": (InvalidArgument, lambda w: w.load(w.hashes, 9)),
+    "namespace that is no digest": (InvalidArgument, lambda w: w.store.match(b"n", [], 1)),
+    "load in no digest": (InvalidArgument, lambda w: w.store.load(b"n", [])),
+    "reserve in no digest": (InvalidArgument, lambda w: w.store.reserve(b"n", ROOT, [])),
+    "negative tokens": (InvalidArgument, lambda w: w.match([], -1)),
+    "half a token": (InvalidArgument, lambda w: w.match([], 1.5)),  # type: ignore[arg-type]
+    "more tokens than a call may have": (InvalidArgument, lambda w: w.match([], MAX_TOKENS + 1)),
+    "more hashes than a call may have": (InvalidArgument, lambda w: w.match([STRANGE] * (MAX_HASHES + 1), 1)),
+    "huge align": (InvalidArgument, lambda w: w.match([], 64, 1 << 38)),
+    "negative counted": (
+        InvalidArgument,
+        lambda w: w.store.match(w.namespace, w.hashes, 512, counted=-1),
+    ),
+    "load with negative counted": (
+        InvalidArgument,
+        lambda w: w.store.load(w.namespace, w.hashes, counted=-1),
+    ),
+    "half a first": (InvalidArgument, lambda w: w.load(w.hashes, 1.5)),  # type: ignore[arg-type]
+    "negative epoch": (
+        InvalidArgument,
+        lambda w: w.store.reserve(w.namespace, ROOT, w.hashes, epoch=-1),
+    ),
+    "negative ticket": (InvalidArgument, lambda w: w.store.durable(-1)),
     "unknown ticket": (TicketUnknown, lambda w: w.store.durable(77)),
     "block larger than a tier": (CapacityTooSmall, lambda w: w.store.open_namespace(Namespace(HUGE))),
 }

@@ -77,18 +77,20 @@ class Readers(_message.Message):
     def __init__(self, group: _Optional[bytes] = ..., count: _Optional[int] = ...) -> None: ...
 
 class LoadStart(_message.Message):
-    __slots__ = ("namespace", "hashes", "first", "worker", "readers")
+    __slots__ = ("namespace", "hashes", "first", "worker", "readers", "counted")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     hashes: bytes
     first: int
     worker: Worker
     readers: Readers
-    def __init__(self, namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., first: _Optional[int] = ..., worker: _Optional[_Union[Worker, _Mapping]] = ..., readers: _Optional[_Union[Readers, _Mapping]] = ...) -> None: ...
+    counted: int
+    def __init__(self, namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., first: _Optional[int] = ..., worker: _Optional[_Union[Worker, _Mapping]] = ..., readers: _Optional[_Union[Readers, _Mapping]] = ..., counted: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ("start", "returned")

@@ -17,8 +17,10 @@ class ReportResponse(_message.Message):
     def __init__(self, report_json: _Optional[str] = ...) -> None: ...
 
 class NamespacesRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("after",)
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    def __init__(self, after: _Optional[int] = ...) -> None: ...
 
 class OpenNamespace(_message.Message):
     __slots__ = ("namespace_json", "digest")
@@ -29,10 +31,12 @@ class OpenNamespace(_message.Message):
     def __init__(self, namespace_json: _Optional[str] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class NamespacesResponse(_message.Message):
-    __slots__ = ("namespaces",)
+    __slots__ = ("namespaces", "next")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     namespaces: _containers.RepeatedCompositeFieldContainer[OpenNamespace]
-    def __init__(self, namespaces: _Optional[_Iterable[_Union[OpenNamespace, _Mapping]]] = ...) -> None: ...
+    next: int
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[OpenNamespace, _Mapping]]] = ..., next: _Optional[int] = ...) -> None: ...
 
 class TrailRequest(_message.Message):
     __slots__ = ("namespace", "hashes", "tokens", "align")
@@ -81,16 +85,20 @@ class UnitResponse(_message.Message):
     def __init__(self, unit_json: _Optional[str] = ...) -> None: ...
 
 class PinsRequest(_message.Message):
-    __slots__ = ("tenant",)
+    __slots__ = ("tenant", "first")
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     tenant: str
-    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+    first: int
+    def __init__(self, tenant: _Optional[str] = ..., first: _Optional[int] = ...) -> None: ...
 
 class PinsResponse(_message.Message):
-    __slots__ = ("pins_json",)
+    __slots__ = ("pins_json", "more")
     PINS_JSON_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     pins_json: str
-    def __init__(self, pins_json: _Optional[str] = ...) -> None: ...
+    more: bool
+    def __init__(self, pins_json: _Optional[str] = ..., more: bool = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("unit", "handle", "seconds")

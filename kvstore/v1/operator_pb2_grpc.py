@@ -96,8 +96,8 @@ class OperatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Namespaces(self, request, context):
-        """All open namespaces, with the keys of their hash chains: who has them can ask of every
-        tenant whether a prompt is stored.
+        """The open namespaces, some at a time, with the keys of their hash chains: who has them can ask
+        of every tenant whether a prompt is stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from mla.errors import Unsupported
-from mla.fingerprint import checkpoint_fingerprint
+from mla.file_sums import checkpoint_fingerprint, file_content
+
+log = logging.getLogger(__name__)
 
 # Entries of a config that say nothing about the computation.
 _IDLE_ENTRIES = {"transformers_version", "architectures", "use_cache", "id2label", "label2id"}
@@ -34,9 +37,28 @@ def checkpoint_directory(model: str, revision: str | None) -> Path:
     return Path(config).parent
 
 
-def checkpoint_revision(model: str, revision: str | None) -> str:
-    """Fingerprint of a model's weight files. Raises ``Unsupported`` when there are none here."""
+def checkpoint_revision(model: str, revision: str | None, named: str = "") -> str:
+    """Fingerprint of a model's files, or what an operator has ``named`` them; then they are not read.
+
+    Raises ``Unsupported`` when there are none here.
+    """
+    if named:
+        log.info("the weights of %s are named %r by the operator; their files are not read", model, named)
+        return named
     return checkpoint_fingerprint(checkpoint_directory(model, revision))
+
+
+def loading(load_format: object, extra: object) -> str:
+    """How an engine gets weights, where that makes others of the same files.
+
+    With "dummy" it makes them up; a loader's extra config may name further files.
+    """
+    return f"{'dummy' if str(load_format) == 'dummy' else ''} {extra or ''}".strip()
+
+
+def file_revision(path: str | None) -> str:
+    """Content of a further file that an engine is given by path; "" for none. Raises ``Unsupported``."""
+    return file_content(Path(path)) if path else ""
 
 
 def entries_digest(entries: Mapping[str, Any]) -> str:

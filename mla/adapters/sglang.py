@@ -191,7 +191,11 @@ class LatentHiCache(HiCacheStorage):
         """How many pages were loaded."""
         done = 0
         key, hashes = self._named(chain)
-        with self._store.load(key, hashes, first=before, timeout=self._settings.load_timeout) as load:
+        # Each rank loads; the daemon counts one of them.
+        counted = before if self._config.is_storage_writer else len(hashes)
+        with self._store.load(
+            key, hashes, first=before, timeout=self._settings.load_timeout, counted=counted
+        ) as load:
             for batch in load:
                 check_order(batch, before + done)
                 for block in batch:

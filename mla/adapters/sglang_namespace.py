@@ -8,11 +8,17 @@ from pathlib import Path
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-from sglang.srt.runtime_context import get_model, get_spec
+from sglang.srt.runtime_context import get_lora, get_model, get_spec
 
 from kvstore.layout import BLOCK_TOKENS, DType, LatentLayout
 from kvstore.namespace import Namespace
-from mla.adapters.checkpoint import checkpoint_directory, checkpoint_revision, entries_digest
+from mla.adapters.checkpoint import (
+    checkpoint_directory,
+    checkpoint_revision,
+    entries_digest,
+    file_revision,
+    loading,
+)
 from mla.adapters.settings import Settings
 from mla.errors import Unsupported
 from mla.rope import engine_rope_layout, rope_json, rope_limit
@@ -59,7 +65,8 @@ def pool_layout(pool: MLATokenToKVPoolHost) -> LatentLayout:
 def namespace(config: HiCacheStorageConfig, layout: LatentLayout, settings: Settings) -> Namespace:
     """Everything on which this server's pages depend, but for what SGLang's own keys hold.
 
-    Those keys are seeded with a request's ``extra_key`` (its adapter) and ``cache_salt``. The
+    Those keys are seeded with a request's ``extra_key`` (its adapter) and ``cache_salt``. An adapter that
+    is loaded later has a random id there; one of ``--lora-paths`` has its name and path alone. The
     engine is part of the model's name: nobody has proven its latents equal to others'.
     Raises ``Unsupported``.
     """
@@ -69,13 +76,15 @@ def namespace(config: HiCacheStorageConfig, layout: LatentLayout, settings: Sett
         raise Unsupported("longrope: keys cached before its original length are wrong for longer requests")
     draft = spec.speculative_draft_model_path
     parts = {
-        "weights": settings.revision or checkpoint_revision(model, server.revision),
+        "weights": checkpoint_revision(model, server.revision, settings.revision),
+        "loading": loading(server.load_format, server.model_loader_extra_config),
         "config": entries_digest(entries),
         "overrides": server.json_model_override_args,
         "quantization": str(server.quantization),
         "dtype": str(server.dtype),
-        "cache": f"{server.kv_cache_dtype} {server.quantization_param_path}",
+        "cache": f"{server.kv_cache_dtype} {file_revision(server.quantization_param_path)}",
         "draft": checkpoint_revision(draft, spec.speculative_draft_model_revision) if draft else "",
+        "adapters": _adapters(),
     }
     return Namespace(
         layout=layout,
@@ -84,4 +93,12 @@ def namespace(config: HiCacheStorageConfig, layout: LatentLayout, settings: Sett
         tenant=settings.tenant,
         rope=rope_json(entries),
         rope_layout=engine_rope_layout(entries),
+    )
+
+
+def _adapters() -> list[str]:
+    """The adapters of ``--lora-paths`` by name and files."""
+    return sorted(
+        f"{adapter.lora_name} {checkpoint_revision(adapter.lora_path, None)}"
+        for adapter in get_lora().lora_paths or ()
     )

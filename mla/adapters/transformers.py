@@ -10,32 +10,31 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from kvstore.errors import InvalidArgument, NotMLA
 from kvstore.layout import LatentLayout
 from kvstore.namespace import RopeLayout
 from mla.absorb import UpProjection
 from mla.attention import Context, DenseContext, PagedContext, latent_attention
+from mla.entrance import NAME, Guard, attached, padding_mask
 from mla.errors import Unsupported
 from mla.pool import TORCH_DTYPES
+from mla.projections import check_projections
 from mla.rope import ROPE_LAYOUTS, check_rope_length, rope_json, rope_limit
-
-NAME = "latentkv"  # of the attention and mask functions in transformers' registries
 
 _DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 # What changes the scores or the softmax in a way that this attention does not know.
 _UNKNOWN_TERMS = ("s_aux", "softcap", "position_bias", "sliding_window")
 
-# Attached models and the attention they had before.
-_attached: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
-# Their attention modules, and the longest sequence that each can serve.
+# Attention modules of attached models, and the longest sequence that each can serve.
 _limits: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
 
 
@@ -52,7 +51,7 @@ class ModelInfo:
 def inspect_model(model: PreTrainedModel) -> ModelInfo:
     """What ``model`` caches. Raises ``NotMLA``, or ``Unsupported`` with the reason."""
     modules = _attention_modules(model)
-    config: Mapping[str, Any] = model.config.to_dict()
+    config: Mapping[str, Any] = _config_of(model).to_dict()
     _refuse_by_config(config)
     for module in modules:
         _refuse_by_module(module)
@@ -68,31 +67,52 @@ def inspect_model(model: PreTrainedModel) -> ModelInfo:
 
 
 def attach(model: PreTrainedModel) -> ModelInfo:
-    """Let ``model`` attend to latents, in a ``LatentCache`` or any other cache.
+    """Let ``model`` attend to latents, in a ``LatentCache`` or a plain ``DynamicCache``.
 
     Weights and state dict stay as they are. Raises ``NotMLA`` or ``Unsupported`` with the
-    reason, and then leaves the model as it was. Attaching twice is the same as once.
+    reason, and then leaves the model as it was. Attaching twice is the same as once. From
+    then on the model refuses what it cannot answer right (``mla.entrance``).
     """
     info = inspect_model(model)
-    if model in _attached:
-        return info
+    decoder, modules = decoder_of(model), _attention_modules(model)
+    check_projections(model, modules)
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, padding_mask)
-    _attached[model] = str(model.config._attn_implementation)
-    model.set_attn_implementation(NAME)
-    for module in _attention_modules(model):
+    if _guards(decoder) == []:
+        guard = Guard(str(decoder.config._attn_implementation))
+        decoder.register_forward_pre_hook(guard.check, with_kwargs=True)
+    if decoder.config._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+    for module in modules:
         vars(module)["expand_kv"] = _as_they_are
         _limits[module] = info.max_tokens
+    for part in _parts(model):
+        vars(part)["init_continuous_batching"] = _no_continuous_batching
+    attached.add(decoder)
     return info
 
 
 def detach(model: PreTrainedModel) -> None:
     """Undo ``attach``. Raises ``InvalidArgument`` for a model that is not attached."""
-    if model not in _attached:
+    decoder = decoder_of(model)
+    if decoder not in attached:
         raise InvalidArgument(f"{type(model).__name__} is not attached; nothing to detach")
+    attached.discard(decoder)
     for module in _attention_modules(model):
-        del vars(module)["expand_kv"], _limits[module]
-    model.set_attn_implementation(_attached.pop(model))
+        vars(module).pop("expand_kv", None)
+        _limits.pop(module, None)
+    for part in _parts(model):
+        vars(part).pop("init_continuous_batching", None)
+    for key, guard in _guards(decoder):
+        del decoder._forward_pre_hooks[key], decoder._forward_pre_hooks_with_kwargs[key]
+        if decoder.config._attn_implementation == NAME:  # else somebody has chosen another one since
+            model.set_attn_implementation(guard.before)
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The innermost model that holds the attention modules: it makes the mask and calls the layers."""
+    modules = set(_attention_modules(model))
+    return [part for part in _parts(model) if modules <= set(part.modules())][-1]
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -123,6 +143,8 @@ def attention_forward(
         )
     if module.training or dropout:
         raise Unsupported("latent attention has no backward pass and no dropout: call model.eval() first")
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        raise Unsupported("latent attention has no backward pass: call the model under torch.no_grad()")
     unknown = [name for name in _UNKNOWN_TERMS if kwargs.get(name) is not None]
     if unknown or kwargs.get("is_causal") is False:
         raise Unsupported(f"attention with {unknown or 'is_causal=False'}: only plain causal MLA is served")
@@ -143,35 +165,36 @@ def attention_forward(
     return latent_attention(query, context, up, scaling, attention_mask), None
 
 
-def padding_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """The padding ``[B, kv_length]`` as bool, None where there is none.
-
-    Causality comes from the positions, so no mask of queries times keys is made. Raises
-    ``Unsupported`` for any other pattern (packed sequences, overlays).
-    """
-    if mask_function is not causal_mask_function:
-        raise Unsupported(
-            "an attention pattern that is not plainly causal (packed sequences or an overlay): pass the"
-            " sequences as rows of a padded batch"
-        )
-    if attention_mask is None or bool(attention_mask[:, :kv_length].all()):
-        return None
-    if attention_mask.shape[-1] < kv_length:
-        raise InvalidArgument(
-            f"a padding mask for {attention_mask.shape[-1]} of {kv_length} tokens: cover the cache too"
-        )
-    return attention_mask[:, :kv_length].bool()
-
-
 def _as_they_are(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     return kv_nope, k_rot
+
+
+def _no_continuous_batching(*args: Any, **kwargs: Any) -> None:
+    raise Unsupported(
+        "continuous batching (generate_batch, cache_implementation='paged') has pages of its own, which an"
+        " attached model cannot read: call mla.detach(model) first"
+    )
+
+
+def _guards(decoder: nn.Module) -> list[tuple[int, Guard]]:
+    hooks = decoder._forward_pre_hooks.items()
+    methods = [(key, hook) for key, hook in hooks if isinstance(hook, MethodType)]
+    return [(key, hook.__self__) for key, hook in methods if isinstance(hook.__self__, Guard)]
+
+
+def _parts(model: nn.Module) -> list[PreTrainedModel]:
+    # The model and what is a model of transformers inside it, from the outside in.
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+
+
+def _config_of(model: nn.Module) -> PreTrainedConfig:
+    try:
+        config = cast(Any, model).config
+    except AttributeError:  # DataParallel and its like hide the model
+        config = None
+    if not isinstance(config, PreTrainedConfig) or not _parts(model):
+        raise Unsupported(f"{type(model).__name__} is no model of transformers: attach the model inside it")
+    return config
 
 
 def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:

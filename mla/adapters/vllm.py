@@ -30,11 +30,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvstore.namespace import Namespace
 from mla.adapters.paged import PagedCache
 from mla.adapters.settings import VllmSettings
 from mla.adapters.vllm_lookup import Lookup
-from mla.adapters.vllm_namespace import adapter_name, base_namespace, cache_shape
+from mla.adapters.vllm_namespace import AdapterNames, base_namespace, cache_shape, check_server
 from mla.adapters.vllm_orders import StepOrders, StoredDepths
 from mla.adapters.vllm_scheduler import SchedulerSide
 from mla.adapters.vllm_worker import WorkerSide
@@ -51,8 +50,9 @@ class LatentKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = VllmSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
         self._shape = cache_shape(vllm_config, kv_cache_config)
-        base = base_namespace(vllm_config, self._shape.layout, self._settings)
-        self._scheduler_side = self._decider(base) if role is KVConnectorRole.SCHEDULER else None
+        check_server(vllm_config)
+        # Only who decides needs a name, and to read a checkpoint takes a while.
+        self._scheduler_side = self._decider() if role is KVConnectorRole.SCHEDULER else None
         self._worker_side: WorkerSide | None = None  # once there is a cache to copy from and to
         self._failed_pages: set[int] = set()
 
@@ -63,10 +63,11 @@ class LatentKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- scheduler
 
-    def _decider(self, base: Namespace) -> SchedulerSide:
+    def _decider(self) -> SchedulerSide:
+        base = base_namespace(self._vllm_config, self._shape.layout, self._settings)
         events = self._vllm_config.kv_events_config
         return SchedulerSide(
-            Lookup(self._settings.connect(CALL_TIMEOUT), base, adapter_name),
+            Lookup(self._settings.connect(CALL_TIMEOUT), base, AdapterNames()),
             self._settings,
             self._shape.page_tokens,
             ranks=self._vllm_config.parallel_config.local_world_size,

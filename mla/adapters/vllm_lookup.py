@@ -18,7 +18,7 @@ from kvstore.namespace import Namespace
 from mla.adapters.chains import Chain, Namespaces
 from mla.guard import or_miss
 
-AdapterNamer = Callable[[str, str], str]
+AdapterNamer = Callable[[str, str, int], str]
 
 PIECE_BLOCKS = 128  # that are hashed in one go, a fifth of a millisecond
 
@@ -38,7 +38,7 @@ class Lookup:
     """Asks the store. Thread-safe."""
 
     def __init__(self, store: KVStore, base: Namespace, adapter_name: AdapterNamer) -> None:
-        """``adapter_name`` names a LoRA adapter, given by name and path, by its weights."""
+        """``adapter_name`` names a LoRA adapter, given by name, path and number, by its weights."""
         self._store = store
         self._base = base
         self._adapter_name = adapter_name
@@ -56,7 +56,7 @@ class Lookup:
         self._base = replace(self._base, salt=secrets.token_hex(16))
 
     def match(
-        self, tokens: Sequence[int], count: int, extra: Mapping[int, bytes], adapter: tuple[str, str]
+        self, tokens: Sequence[int], count: int, extra: Mapping[int, bytes], adapter: tuple[str, str, int]
     ) -> Answer:
         """How much of a request can be loaded, and where it leaves units; never raises.
 

@@ -13,11 +13,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, UniformT
 
 from kvstore.layout import DType, LatentLayout, Strip
 from kvstore.namespace import Namespace
-from mla.adapters.checkpoint import checkpoint_revision, entries_digest
+from mla.adapters.checkpoint import checkpoint_revision, entries_digest, loading
 from mla.adapters.settings import Settings
 from mla.adapters.vllm_plan import PAGE_TOKENS
 from mla.errors import Unsupported
-from mla.fingerprint import checkpoint_fingerprint
+from mla.file_sums import checkpoint_fingerprint
 from mla.rope import check_rope_length, engine_rope_layout, rope_json, rope_limit
 
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.FP16, "float32": DType.FP32}
@@ -100,15 +100,15 @@ def _dtype(config: VllmConfig, spec: MLAAttentionSpec) -> DType:
 def base_namespace(config: VllmConfig, layout: LatentLayout, settings: Settings) -> Namespace:
     """Everything on which this server's blocks depend, but for a request's adapter.
 
-    The engine is part of the model's name: nobody has proven its latents equal to ours.
-    Raises ``Unsupported`` for what cannot be shared right.
+    The engine is part of the model's name: nobody has proven its latents equal to ours. Reads the
+    checkpoint unless it is remembered, or named. Raises ``Unsupported`` for what cannot be shared right.
     """
-    _refuse(config)
     model = config.model_config
     text = model.hf_text_config.to_dict()
     check_rope_length(rope_limit(text), model.max_model_len)
     parts = {
-        "weights": settings.revision or checkpoint_revision(model.model, model.revision),
+        "weights": checkpoint_revision(model.model, model.revision, settings.revision),
+        "loading": loading(config.load_config.load_format, config.load_config.model_loader_extra_config),
         "config": entries_digest(model.hf_config.to_dict()),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
@@ -124,7 +124,8 @@ def base_namespace(config: VllmConfig, layout: LatentLayout, settings: Settings)
     )
 
 
-def _refuse(config: VllmConfig) -> None:
+def check_server(config: VllmConfig) -> None:
+    """Raises ``Unsupported`` for a server that cannot be served right, whatever its model."""
     parallel = config.parallel_config
     for name, size in (
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
@@ -150,11 +151,27 @@ def _draft(config: VllmConfig) -> str:
     return f"{checkpoint_revision(draft.model, draft.revision)} {entries_digest(draft.hf_config.to_dict())}"
 
 
-def adapter_name(name: str, path: str) -> str:
-    """A LoRA adapter by name and weights. Raises ``Unsupported`` when its files are not here."""
-    if not name:
-        return ""
-    directory = Path(path)
-    if not directory.is_dir():
-        raise Unsupported(f"adapter {name} at {path!r} has no directory to name its weights by")
-    return f"{name} {checkpoint_fingerprint(directory)}"
+class AdapterNames:
+    """Names LoRA adapters by name and files, as they were when a number was first seen.
+
+    vLLM loads an adapter once for its number, and afterwards nobody can tell from its files whether they
+    or those of before are in use. So an adapter whose files have changed is served without us.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str, int], str] = {}
+
+    def __call__(self, name: str, path: str, number: int) -> str:
+        """Raises ``Unsupported`` when its files are not here, or others than at first."""
+        if not name:
+            return ""
+        directory = Path(path)
+        if not directory.is_dir():
+            raise Unsupported(f"adapter {name} at {path!r} has no directory to name its weights by")
+        found = checkpoint_fingerprint(directory)
+        if self._first.setdefault((name, path, number), found) != found:
+            raise Unsupported(
+                f"the files of adapter {name} at {path!r} have changed since it was first used: unload it and"
+                " load it again, so that vLLM gives it another number"
+            )
+        return f"{name} {found}"

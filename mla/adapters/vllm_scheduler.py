@@ -160,7 +160,7 @@ class SchedulerSide:
             tracked.answering.set_result(Answer())
             return
         lora = request.lora_request
-        adapter = ("", "") if lora is None else (lora.lora_name, lora.lora_path)
+        adapter = ("", "", 0) if lora is None else (lora.lora_name, lora.lora_path, lora.lora_int_id)
         tracked.answering = self._threads.submit(
             self._lookup.match, request.all_token_ids, request.num_tokens, tracked.extra, adapter
         )

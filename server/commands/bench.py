@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
-from rich.console import Console
 from rich.table import Table
 
 from kvstore.errors import InvalidArgument
 from kvstore.layout import PRESETS, preset
 from server.commands.daemon import AsJson
 from server.commands.failures import one_line
+from server.commands.screen import screen
 from server.selftest import Measured, SelfTest
 
 
@@ -44,7 +44,7 @@ def bench(
         shown = [asdict(step) | {"bytes_a_second": step.rate} for step in steps]
         print(json.dumps({"model": model, "payloads": payloads, "steps": shown, "tokens_a_second": rates}))
         return
-    console = Console(highlight=False)
+    console = screen()
     table = Table("step", "GB/s", "time", box=None)
     for step in steps:
         table.add_row(step.step, f"{step.rate / 1e9:.2f}", f"{step.seconds:.2f} s")
@@ -55,7 +55,7 @@ def bench(
 
 
 def _watched(test: SelfTest) -> list[Measured]:
-    with Console(stderr=True).status("measuring"):
+    with screen(stderr=True).status("measuring"):
         return list(test.steps())
 
 

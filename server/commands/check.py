@@ -9,12 +9,14 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvstore.checking import Report
 from kvstore.checking import check as check_directory
+from kvstore.showing import shown
 from server.commands.failures import NO, one_line
+from server.commands.screen import add_row, progress, screen
 from server.config import DOMAINS
 
 _SHOWN = 20  # faults that are listed; the JSON has all
@@ -34,21 +36,21 @@ def check(
     if as_json:
         typer.echo(json.dumps(_as_json(report), indent=2))
     else:
-        _show(report, Console())
+        _show(report, screen())
     for other in sorted((directory / DOMAINS).glob("*")):
-        typer.echo(f"latentkv: {other} is the store of another domain; check it, too", err=True)
+        typer.echo(f"latentkv: {shown(str(other))} is the store of another domain; check it, too", err=True)
     raise typer.Exit(0 if report.sound else NO)
 
 
 def _run(directory: Path, *, repair: bool) -> Report:
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with progress(*columns) as bar:
         task = bar.add_task("verifying", total=None)
 
-        def progress(done: int, total: int) -> None:
+        def tell(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        return check_directory(directory, repair=repair, progress=progress)
+        return check_directory(directory, repair=repair, progress=tell)
 
 
 def _as_json(report: Report) -> dict[str, object]:
@@ -58,18 +60,17 @@ def _as_json(report: Report) -> dict[str, object]:
 
 def _show(report: Report, console: Console) -> None:
     console.print(
-        f"{report.path}: {report.blocks} blocks ({report.payload_bytes} bytes, {report.payloads}),"
+        f"{shown(str(report.path))}: {report.blocks} blocks ({report.payload_bytes} bytes,"
+        f" {report.payloads}),"
         f" {report.units} units, {report.namespaces} namespaces,"
         f" {report.unnamed} payloads that no record names",
         soft_wrap=True,
-        highlight=False,
     )
     if report.cut_off:
         console.print(
             f"{report.cut_off} blocks are cut off, for one before them is missing: no fault, and storing it"
             " heals them",
             soft_wrap=True,
-            highlight=False,
         )
     if report.sound:
         console.print("sound")
@@ -78,7 +79,7 @@ def _show(report: Report, console: Console) -> None:
     for head in ("fault", "of", "what is wrong"):
         table.add_column(head, overflow="fold")
     for fault in report.faults[:_SHOWN]:
-        table.add_row(fault.kind.value, fault.subject, fault.detail)
+        add_row(table, fault.kind.value, fault.subject, fault.detail)
     console.print(table)
     if len(report.faults) > _SHOWN:
         console.print(f"and {len(report.faults) - _SHOWN} more; --json lists them")

@@ -6,10 +6,10 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from server.commands.failures import one_line
+from server.commands.screen import add_row, screen
 from server.commands.settings import Given, with_settings
 from server.config import Config, sources
 
@@ -36,8 +36,8 @@ def show(
         return
     table = Table("setting", "value", "source", box=None)
     for name, value in values.items():
-        table.add_row(name, "off" if value is None else str(value), origins[name])
-    Console().print(table)
+        add_row(table, name, "off" if value is None else str(value), origins[name])
+    screen().print(table)
 
 
 def shown(config: Config) -> dict[str, object]:

@@ -13,8 +13,11 @@ from rich.text import Text
 
 from kvstore.errors import Unavailable
 from kvstore.layout import BLOCK_TOKENS
+from kvstore.showing import escaped, shown
+from kvstore.wire import NotUnderstood
 from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import AWAY, one_line
+from server.commands.screen import add_row, screen
 from server.commands.status import moment
 from server.explaining.comparison import Comparison, Side, compare
 from server.explaining.explanation import Elsewhere, Explanation, choose, explain, unavailable
@@ -76,18 +79,20 @@ def explain_prompt(
         ours = read_prompt(prompt, reader)
         if against is not None:
             compared = compare(ours, read_prompt(against, reader))
-            _print_json(asdict(compared)) if as_json else _show_comparison(compared, Console())
+            _print_json(asdict(compared)) if as_json else _show_comparison(compared, screen())
             return
         try:
             with Operator(address(listen, data)) as daemon:
                 opened = daemon.namespaces()
                 found = explain(daemon, opened, choose(opened, namespace, tenant, model), ours, align)
+        except NotUnderstood:
+            raise
         except Unavailable:
             if not as_json:
                 raise
             _print_json(unavailable())
             raise typer.Exit(AWAY) from None
-        _print_json(asdict(found)) if as_json else _show(found, Console())
+        _print_json(asdict(found)) if as_json else _show(found, screen())
 
 
 def _print_json(value: dict[str, Any]) -> None:
@@ -97,26 +102,25 @@ def _print_json(value: dict[str, Any]) -> None:
 def _show(found: Explanation, console: Console) -> None:
     space = found.namespace
     console.print(
-        f"{found.tokens:,} tokens, tenant {space['tenant']}, model {space['model']} ({space['digest']})\n"
+        f"{found.tokens:,} tokens, tenant {shown(space['tenant'])}, model {shown(space['model'])}"
+        f" ({space['digest']})\n"
         f"hit {_of(found.hit_tokens, found.tokens)}: HOST {found.host_tokens:,}, DISK {found.disk_tokens:,};"
-        f" stored {_of(found.stored_tokens, found.tokens)}",
-        highlight=False,
-        markup=False,
+        f" stored {_of(found.stored_tokens, found.tokens)}"
     )
-    console.print(f"\nIt stops there because {found.why} ({found.reason}).", highlight=False, markup=False)
+    console.print(f"\nIt stops there because {found.why} ({found.reason}).")
     if found.stops_at is not None:
         console.print(
             f"The first block that is not stored is {found.stops_at.block}: tokens {found.stops_at.token:,}"
-            f" to {found.stops_at.last_token:,}.",
-            highlight=False,
+            f" to {found.stops_at.last_token:,}."
         )
         _show_place(found.stops_at.before, found.stops_at.after, console)
     if found.gone is not None:
-        console.print(f"It was {FATES[found.gone['why']]} on {moment(found.gone['at'])}.", highlight=False)
+        fate = FATES.get(found.gone["why"], found.gone["why"])
+        console.print(f"It was {escaped(fate)} on {moment(found.gone['at'])}.")
     _show_units(found, console)
     if found.elsewhere:
         console.print(_elsewhere(found.elsewhere))
-    console.print(f"{found.advice}", highlight=False, markup=False)
+    console.print(f"{found.advice}")
 
 
 def _show_units(found: Explanation, console: Console) -> None:
@@ -129,7 +133,7 @@ def _show_units(found: Explanation, console: Console) -> None:
     ):
         if ends:
             more = f" and {len(ends) - _SHOWN_UNITS} more" if len(ends) > _SHOWN_UNITS else ""
-            console.print(f"{title} {', '.join(ends[:_SHOWN_UNITS])}{more}.", highlight=False)
+            console.print(f"{title} {', '.join(ends[:_SHOWN_UNITS])}{more}.")
 
 
 def _elsewhere(others: list[Elsewhere]) -> Table:
@@ -139,30 +143,28 @@ def _elsewhere(others: list[Elsewhere]) -> Table:
     for each in others:
         for number, (name, (ours, theirs)) in enumerate(each.differs.items()):
             first = (each.digest, f"{each.stored_tokens:,}", f"{each.hit_tokens:,}")
-            table.add_row(*(("", "", "") if number else first), name, Text(ours), Text(theirs))
+            add_row(table, *(("", "", "") if number else first), name, ours, theirs)
     return table
 
 
 def _show_comparison(found: Comparison, console: Console) -> None:
     console.print(
         f"{_of(found.shared_tokens, found.ours.tokens)} are shared, {found.shared_blocks:,} whole blocks;"
-        f" the other prompt has {found.theirs.tokens:,} tokens.",
-        highlight=False,
+        f" the other prompt has {found.theirs.tokens:,} tokens."
     )
     if found.diverging_block is not None:
         console.print(
             f"They part at token {found.shared_tokens:,}, in block {found.diverging_block:,};"
-            f" the last {found.resumes:,} tokens are the same again.",
-            highlight=False,
+            f" the last {found.resumes:,} tokens are the same again."
         )
         for title, side in (("here", found.ours), ("there", found.theirs)):
             _show_side(title, found.before, side, console)
     for hint in found.hints:
-        console.print(f"{hint.cause}: {hint.advice}", highlight=False, markup=False)
+        console.print(f"{hint.cause}: {hint.advice}")
 
 
 def _show_side(title: str, before: str, side: Side, console: Console) -> None:
-    console.print(f"{title}, {side.differing_tokens:,} tokens:", highlight=False)
+    console.print(f"{title}, {side.differing_tokens:,} tokens:")
     _show_place(before, side.differs, console)
 
 
@@ -172,7 +174,7 @@ def _show_place(before: str, after: str, console: Console) -> None:
 
 
 def _flat(text: str) -> str:
-    return text.replace("\n", "⏎")
+    return escaped(text.replace("\n", "⏎"))
 
 
 def _of(part: int, whole: int) -> str:

@@ -9,15 +9,16 @@ from typing import Annotated
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from kvstore.errors import InvalidArgument
 from kvstore.layout import PRESETS, preset
+from kvstore.showing import shown
 from kvstore.units import DEFAULT_INTERVAL, check_interval
 from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import one_line
+from server.commands.screen import progress, screen
 from server.planning.sizing import Machine, Plan, capacities_of, plan
 from server.planning.trace import Trace, read_trace, write_trace
 
@@ -105,7 +106,7 @@ def _recorded(daemon: Operator, model: str | None) -> _Source:
 
 
 def _plan(requests: Trace, capacities: list[int], machine: Machine, interval: int) -> Plan:
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with progress(*Progress.get_default_columns()) as bar:
         task = bar.add_task("replaying", total=_REPLAYS * len(capacities))
         return plan(requests, capacities, machine, interval, lambda: bar.advance(task))
 
@@ -130,10 +131,10 @@ def _draw(made: Plan, path: Path, title: str) -> None:
 
 
 def _print(made: Plan, model: str) -> None:
-    console = Console()
+    console = screen()
     console.print(
         f"{made.requests:,} requests in {made.seconds / 3600:.2f} h, {made.distinct_blocks:,} distinct"
-        f" blocks of {made.block_tokens} tokens, {model}"
+        f" blocks of {made.block_tokens} tokens, {shown(model)}"
     )
     table = Table(box=None)
     for name in ("size", "of all", "unit", "block", "best", "written/day", "prefill saved/day", "loads/day"):

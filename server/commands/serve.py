@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
 
 from server.commands.failures import one_line
 from server.commands.settings import Given, with_settings
 from server.config import Config
 from server.lifecycle import Daemon, OpenStore, open_store
+from server.logs import log_to_stderr
+from server.signals import let_all_pass
 
 
 @with_settings
@@ -25,13 +25,12 @@ def serve(given: Given) -> None:
 
 def run_daemon(config: Config, open_store: OpenStore = open_store) -> None:
     """Log to standard error and serve until a signal. Raises ``KVStoreError`` when it cannot start."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=config.log_level.upper(),
-        format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s",
-    )
+    log_to_stderr(config.log_level)
 
     async def run() -> None:
         await Daemon(config, open_store).run()
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    finally:
+        let_all_pass()

@@ -8,26 +8,35 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.showing import shown
 from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import one_line
+from server.commands.screen import add_row, screen
 
 Report = dict[str, Any]
+
+_TOKENS = ("hit_tokens", "miss_tokens", "short_tokens")
+STATES = {
+    "ok": "ready",
+    "host_only": "disk cannot be written",
+    "degraded": "a background task is started again",
+}
 
 
 def status(listen: Url = None, data: Data = None, as_json: AsJson = False) -> None:
     """Say how the daemon is: tiers, hits by tenant, misses by reason, faults. Exit 3 if none answers."""
     with one_line(), Operator(address(listen, data)) as daemon:
         report = daemon.report()
-    if as_json:
-        print(json.dumps(report))
-    else:
-        Console().print(_shown(report, None))
+        if as_json:
+            print(json.dumps(report))
+        else:
+            screen().print(_shown(report, None))
 
 
 def top(
@@ -50,7 +59,7 @@ def _show_live(daemon: Operator, as_json: bool, seconds: float, looks: int) -> N
     if as_json:
         _watch(daemon, seconds, looks, lambda report, before: print(json.dumps(report), flush=True))
     else:
-        with Live(console=Console(), auto_refresh=False) as live:
+        with Live(console=screen(), auto_refresh=False) as live:
             _watch(daemon, seconds, looks, lambda *r: live.update(_shown(*r), refresh=True))
 
 
@@ -74,13 +83,13 @@ def _shown(report: Report, before: Report | None) -> Group:
 
 
 def _headline(report: Report) -> Text:
-    state = "disk cannot be written" if report["mode"] == "host_only" else "ready"
+    state = STATES.get(report["mode"], str(report["mode"]))  # a newer daemon may have others
     style = "green" if state == "ready" else "bold red"
-    text = Text(f"latentkv {report['release']} at {report['address']}: ")
+    text = Text(f"latentkv {report['release']} at {shown(report['address'])}: ")
     text.append(state, style)
     if len(report["domains"]) > 1:
         text.append(f", domain {report['domain']} of {', '.join(report['domains'])}")
-    return text.append(f", up {duration(report['at'] - report['started'])}, data {report['data']}\n")
+    return text.append(f", up {duration(report['at'] - report['started'])}, data {shown(report['data'])}\n")
 
 
 def _tiers(report: Report) -> Table:
@@ -88,7 +97,7 @@ def _tiers(report: Report) -> Table:
     for tier in report["tiers"]:
         used, capacity = tier["used_bytes"], tier["capacity_bytes"]
         bar = ProgressBar(total=capacity, completed=used, width=30)
-        table.add_row(tier["tier"].upper(), bar, size(used), size(capacity), f"{tier['blocks']:,}")
+        add_row(table, tier["tier"].upper(), bar, size(used), size(capacity), f"{tier['blocks']:,}")
     return table
 
 
@@ -106,20 +115,24 @@ def _work(report: Report, before: Report | None) -> Text:
 
 
 def _tenants(report: Report, before: Report | None) -> Table | None:
-    """By tenant since the daemon's start; for ``top`` the hit rate since the last look beside it."""
+    """By tenant since the daemon's start; for ``top`` the hit rate since the last look beside it.
+
+    Delivered are the tokens that loads brought, of those that Match found.
+    """
     if not report["tenants"]:
         return None
     then = {each["tenant"]: each for each in before["tenants"]} if before else {}
-    table = Table("tenant", "matches", "hit rate", "now", "hit tokens", "break-even", "saved", box=None)
+    table = Table("tenant", "matches", "hit rate", "now", "delivered", "break-even", "saved", box=None)
     for each in report["tenants"]:
-        past = then.get(each["tenant"], {"hit_tokens": 0, "miss_tokens": 0})
-        hit, miss = (each[name] - past[name] for name in ("hit_tokens", "miss_tokens"))
-        table.add_row(
+        past = then.get(each["tenant"], dict.fromkeys(_TOKENS, 0))
+        hit, miss, short = (each[name] - past[name] for name in _TOKENS)
+        add_row(
+            table,
             each["tenant"],
             f"{each['matches']:,}",
-            rate(each["hit_tokens"], each["miss_tokens"]),
-            rate(hit, miss) if before else "",
-            f"{each['hit_tokens']:,}",
+            rate(each["hit_tokens"], each["miss_tokens"] + each["short_tokens"]),
+            rate(hit, miss + short) if before else "",
+            f"{each['hit_tokens']:,} of {each['matched_tokens']:,}",
             f"{each['break_even_rate']:,.0f} tokens/s" if each["break_even_rate"] else "",
             _saved(each),
         )
@@ -140,7 +153,7 @@ def _misses(report: Report) -> Table | None:
         return None
     table = Table("miss reason", "matches", "tokens", box=None)
     for each in short:
-        table.add_row(each["reason"], f"{each['matches']:,}", f"{each['tokens']:,}")
+        add_row(table, each["reason"], f"{each['matches']:,}", f"{each['tokens']:,}")
     return table
 
 
@@ -149,7 +162,7 @@ def _faults(report: Report) -> Table | None:
         return None
     table = Table("fault", "when", "details", box=None)
     for each in report["faults"][:5]:
-        table.add_row(each["event"], moment(each["at"]), each["details"])
+        add_row(table, each["event"], moment(each["at"]), each["details"])
     return table
 
 

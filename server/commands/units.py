@@ -9,12 +9,13 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvstore.errors import InvalidArgument
+from kvstore.showing import shown
 from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import NO, one_line
+from server.commands.screen import add_row, screen
 from server.commands.status import duration, moment, size
 
 app = typer.Typer(help="The units that a daemon holds.", no_args_is_help=True)
@@ -64,10 +65,10 @@ def list_units(
     """List units, or pins."""
     with one_line(), Operator(address(listen, data)) as daemon:
         found = daemon.pins(tenant) if pins else daemon.units(tenant, order.value, limit)
-    if as_json:
-        print(json.dumps(found))
-    else:
-        Console().print(_pins(found) if pins else _units(found))
+        if as_json:
+            print(json.dumps(found))
+        else:
+            screen().print(_pins(found) if pins else _units(found))
 
 
 @app.command("show")
@@ -75,20 +76,20 @@ def show_unit(unit: Unit, listen: Url = None, data: Data = None, as_json: AsJson
     """Show a unit: whose it is, how large, how often it was hit, and its pins."""
     with one_line(), Operator(address(listen, data)) as daemon:
         found = daemon.unit(unit)
-    if as_json:
-        print(json.dumps(found))
-        return
-    shown = found | {
-        "kinds": ", ".join(found["kinds"]),
-        "nbytes": size(found["nbytes"]),
-        "created": f"{moment(found['created'])} ({_ago(found['created'])})",
-        "used": f"{moment(found['used'])} ({_ago(found['used'])})",
-        "pins": ", ".join(f"{pin['handle']} until {moment(pin['expires'])}" for pin in found["pins"]),
-    }
-    table = Table("", "", box=None, show_header=False)
-    for name, value in shown.items():
-        table.add_row(name, str(value))
-    Console(soft_wrap=True).print(table)
+        if as_json:
+            print(json.dumps(found))
+            return
+        shown = found | {
+            "kinds": ", ".join(found["kinds"]),
+            "nbytes": size(found["nbytes"]),
+            "created": f"{moment(found['created'])} ({_ago(found['created'])})",
+            "used": f"{moment(found['used'])} ({_ago(found['used'])})",
+            "pins": ", ".join(f"{pin['handle']} until {moment(pin['expires'])}" for pin in found["pins"]),
+        }
+        table = Table("", "", box=None, show_header=False)
+        for name, value in shown.items():
+            add_row(table, name, str(value))
+        screen(soft_wrap=True).print(table)
 
 
 @app.command("pin")
@@ -105,10 +106,10 @@ def pin_unit(
         seconds = span_seconds(span)
         with Operator(address(listen, data)) as daemon:
             pin = daemon.pin(seconds, unit=unit or "", handle=handle)
-    if as_json:
-        print(json.dumps(pin))
-    else:
-        print(f"{pin['handle']} keeps unit {pin['unit'][:_NAME]} until {moment(pin['expires'])}")
+        if as_json:
+            print(json.dumps(pin))
+        else:
+            print(f"{shown(pin['handle'])} keeps unit {pin['unit'][:_NAME]} until {moment(pin['expires'])}")
 
 
 @app.command("unpin")
@@ -116,7 +117,7 @@ def unpin_unit(handle: Handle, listen: Url = None, data: Data = None, as_json: A
     """End a pin."""
     with one_line(), Operator(address(listen, data)) as daemon:
         daemon.unpin(handle)
-    print(json.dumps({"handle": handle}) if as_json else f"{handle} is dropped")
+    print(json.dumps({"handle": handle}) if as_json else f"{shown(handle)} is dropped")
 
 
 @app.command("delete")
@@ -141,7 +142,11 @@ def delete_units(
         if len(what) != 1:
             raise InvalidArgument("name one of a unit, --namespace and --tenant")
         (name, value), *_ = what.items()
-        if name != "unit" and not yes and not typer.confirm(f"Delete all of {name} {value!r}?", err=True):
+        if (
+            name != "unit"
+            and not yes
+            and not typer.confirm(f"Delete all of {name} {shown(value)!r}?", err=True)
+        ):
             raise typer.Exit(NO)
         with Operator(address(listen, data)) as daemon:
             deleted = daemon.delete(name, value)
@@ -163,7 +168,8 @@ def _units(found: list[dict[str, Any]]) -> Table:
         table.add_column(name, overflow="fold")
     for each in found:
         until = max((pin["expires"] for pin in each["pins"]), default=None)
-        table.add_row(
+        add_row(
+            table,
             each["unit"][:_NAME],
             each["tenant"],
             each["model"],
@@ -180,7 +186,7 @@ def _units(found: list[dict[str, Any]]) -> Table:
 def _pins(found: list[dict[str, Any]]) -> Table:
     table = Table("handle", "unit", "made", "until", box=None)
     for each in found:
-        table.add_row(each["handle"], each["unit"][:_NAME], moment(each["created"]), moment(each["expires"]))
+        add_row(table, each["handle"], each["unit"][:_NAME], moment(each["created"]), moment(each["expires"]))
     return table
 
 

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 import kvstore
 from kvstore.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.identity import Identity
+from kvstore.showing import escaped
 from server.commands.daemon import AsJson, Data, Operator, Url, address
 from server.commands.failures import NO, one_line
+from server.commands.screen import progress, screen
 from server.commands.status import size
 from server.commands.units import span_seconds
 
@@ -79,6 +80,7 @@ class Summary:
     on_disk: bool
     pinned: int
     failed: list[str]
+    no_text: list[str]  # files that are none, and why
 
 
 def warm(
@@ -120,7 +122,7 @@ def warm(
         print(json.dumps(asdict(summary)))
     else:
         _show(summary)
-    if summary.failed:
+    if summary.failed or summary.no_text:
         raise typer.Exit(NO)
 
 
@@ -164,16 +166,22 @@ def _warmer() -> Callable[..., AbstractContextManager[Warmer]]:
 
 
 def _run(warmer: Warmer, pins: _Pins, directory: Path, files: list[Path], as_json: bool) -> Summary:
-    documents, failed = [], []
+    documents, failed, no_text = [], [], []
     for path in files:
         name = str(path.relative_to(directory))
         try:
-            documents.append((name, warmer.read(path.read_bytes())))
+            text = path.read_bytes()
+            if (why := why_no_text(text)) is not None:
+                no_text.append(f"{name}: {why}")
+            else:
+                documents.append((name, warmer.read(text)))
         except InvalidArgument as error:
             failed.append(f"{name}: {error}")
+        except OSError as error:  # it went meanwhile, or is another user's
+            failed.append(f"{name}: it cannot be read ({error.strerror})")
     done: list[Warmed] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with progress(*columns) as bar:
         task = bar.add_task("prefilling, tokens", total=sum(len(tokens) for _, tokens in documents))
         for each in warmer.warm(documents):
             done.append(each)
@@ -184,7 +192,20 @@ def _run(warmer: Warmer, pins: _Pins, directory: Path, files: list[Path], as_jso
                 failed.append(f"{each.name}: {each.stored_tokens} of {each.whole_tokens} tokens are stored")
             elif (wrong := pins.keep(each.unit)) is not None:
                 failed.append(f"{each.name}: {wrong}")
-    return _summary(len(files), done, failed, on_disk=warmer.flush(_FLUSH_SECONDS), pinned=pins.given)
+    on_disk = warmer.flush(_FLUSH_SECONDS)
+    return _summary(len(files), done, failed, no_text, on_disk=on_disk, pinned=pins.given)
+
+
+def why_no_text(raw: bytes) -> str | None:
+    """Why a file's bytes are no text that could be a prompt; None if they are."""
+    at = raw.find(b"\0")
+    if at >= 0:
+        return f"no text: byte {at} is zero, as in a binary file or in UTF-16"
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        return f"no text: byte {error.start} (0x{raw[error.start]:02x}) is no UTF-8; convert it first"
+    return None
 
 
 def _line(each: Warmed) -> dict[str, Any]:
@@ -198,7 +219,15 @@ def _line(each: Warmed) -> dict[str, Any]:
     }
 
 
-def _summary(documents: int, done: list[Warmed], failed: list[str], *, on_disk: bool, pinned: int) -> Summary:
+def _summary(
+    documents: int,
+    done: list[Warmed],
+    failed: list[str],
+    no_text: list[str],
+    *,
+    on_disk: bool,
+    pinned: int,
+) -> Summary:
     computed = sum(each.computed_tokens for each in done)
     stored = sum(each.stored_tokens for each in done)
     busy = sum(each.seconds for each in done if each.computed_tokens)
@@ -216,11 +245,12 @@ def _summary(documents: int, done: list[Warmed], failed: list[str], *, on_disk: 
         on_disk=on_disk,
         pinned=pinned,
         failed=failed,
+        no_text=no_text,
     )
 
 
 def _show(summary: Summary) -> None:
-    console = Console(highlight=False, markup=False)
+    console = screen()
     where = "on disk" if summary.on_disk else "in memory"
     console.print(
         f"{summary.stored:,} of {summary.documents:,} documents are stored: {summary.stored_tokens:,} of"
@@ -234,5 +264,11 @@ def _show(summary: Summary) -> None:
         )
     if summary.pinned:
         console.print(f"{summary.pinned:,} units are pinned; latentkv units list --pins shows them.")
+    if summary.no_text:
+        console.print(
+            f"{len(summary.no_text):,} of the files are no text and were left out; --pattern chooses others."
+        )
+    for line in summary.no_text:
+        console.print(f"left out: {escaped(line)}")
     for line in summary.failed:
-        console.print(f"failed: {line}")
+        console.print(f"failed: {escaped(line)}")

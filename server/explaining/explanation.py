@@ -107,7 +107,7 @@ def _named(each: Opened) -> str:
 def explain(daemon: Daemon, opened: Sequence[Opened], own: Opened, prompt: Prompt, align: int) -> Explanation:
     """Ask the daemon about a prompt, in its namespace and in the others. Raises what the daemon raises."""
     trail, size = _trail(daemon, own, prompt, align), own.namespace.layout.block_tokens
-    reason = REASONS[trail["reason"]]
+    reason = REASONS.get(trail["reason"], REASONS["unknown"])
     stored = trail["stored_blocks"] * size
     others = (each for each in opened if each.digest != own.digest)
     return Explanation(

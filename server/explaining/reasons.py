@@ -65,6 +65,9 @@ REASONS: Mapping[str, Reason] = {
         "Ask again when it is done; usually in a moment.",
     ),
     "unavailable": Reason("the daemon did not answer", "Start it, or look at its log."),
+    "unknown": Reason(
+        "of a reason that this command does not know, for the daemon is newer", "Upgrade this command."
+    ),
 }
 
 # By kvstore.observer.Departure and kvstore.ghosts.Setback: what became of a block, with when.

@@ -44,6 +44,14 @@ def test_a_document_is_owed_until_it_may_have_been_evicted(ledger):
     assert ledger.owed() == {}
 
 
+def test_what_is_used_behind_a_document_counts_once_for_it_may_stay_in_its_place(ledger):
+    for _ in range(3):
+        ledger.used([b"x" * 32, b"y" * 32], 500)
+    assert ledger.owed() == {DOCUMENT: 4}
+    ledger.used([b"z" * 32], 1)
+    assert ledger.owed() == {}
+
+
 def test_a_damaged_block_is_owed_again_once_it_was_stored_again(ledger):
     before = time.monotonic()
     ledger.damage(CHAIN[2])

@@ -137,7 +137,26 @@ def test_pages_outlive_the_daemon(attach: Callable[..., Any], daemon: DaemonProc
     assert load(attach(), keys) == 10
 
 
-@pytest.mark.parametrize("difference", ["salt", "weights", "tenant", "arguments"])
+def test_an_adapter_of_the_command_line_is_named_by_its_files(
+    attach: Callable[..., Any], tmp_path: Path
+) -> None:
+    from sglang.srt.lora.lora_registry import LoRARef
+    from sglang.srt.runtime_context import get_context
+
+    path = tmp_path / "adapter"
+    path.mkdir()
+    (path / "adapter_model.safetensors").write_bytes(b"one")
+    name = LoRARef.deterministic_id("a", str(path))  # SGLang's own, which knows no file
+    keys = engine.keys(document(6))
+    adapter = LoRARef(lora_id=name, lora_name="a", lora_path=str(path), pinned=False)
+    with get_context().override_server_args(device="cpu", lora_paths=[adapter]):
+        store(attach(), keys)
+        assert attach().batch_exists(keys, info()) == 6
+        (path / "adapter_config.json").write_text('{"lora_alpha": 16}')
+        assert attach().batch_exists(keys, info()) == 0
+
+
+@pytest.mark.parametrize("difference", ["salt", "weights", "tenant", "arguments", "made up weights"])
 def test_servers_and_requests_that_differ_never_share(
     attach: Callable[..., Any], tmp_path: Path, difference: str
 ) -> None:
@@ -157,7 +176,11 @@ def test_servers_and_requests_that_differ_never_share(
     elif difference == "tenant":
         other = attach(extra={"tenant": "other"})
     else:
-        overrides = {"device": "cpu", "json_model_override_args": '{"rope_theta": 5}'}
+        overrides = {"device": "cpu"} | (
+            {"json_model_override_args": '{"rope_theta": 5}'}
+            if difference == "arguments"
+            else {"load_format": "dummy"}
+        )
         with get_context().override_server_args(**overrides):
             other = attach()
     assert other.batch_exists(keys, info()) == 0
@@ -177,7 +200,7 @@ def test_a_request_is_counted_once_however_often_it_is_asked_for(
     store(ranks[0], keys[4:], keys[:4])
     with Operator(daemon.url) as operator:
         totals = operator.report()["totals"]
-    assert (totals["matches"], totals["hit_tokens"]) == (1, 4 * engine.PAGE)
+    assert (totals["matches"], totals["matched_tokens"]) == (1, 4 * engine.PAGE)
 
 
 def test_only_the_writer_of_a_group_stores_and_all_ranks_load(attach: Callable[..., Any]) -> None:

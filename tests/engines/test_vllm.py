@@ -226,6 +226,25 @@ def test_a_load_begins_behind_what_the_engine_has_itself(site: Site) -> None:
     assert engine.loaded["b"] == 640 - own
 
 
+def test_an_adapter_is_named_by_its_files_as_they_were_when_vllm_loaded_them(tmp_path: Path) -> None:
+    from mla.adapters.vllm_namespace import AdapterNames
+
+    names, path = AdapterNames(), tmp_path / "adapter"
+    path.mkdir()
+    (path / "adapter_model.safetensors").write_bytes(b"one")
+    (path / "adapter_config.json").write_text('{"lora_alpha": 8}')
+    first = names("a", str(path), 1)
+    assert names("a", str(path), 1) == first
+    (path / "adapter_config.json").write_text('{"lora_alpha": 9}')
+    with pytest.raises(Unsupported, match="unload it and load it again"):
+        names("a", str(path), 1)
+    assert names("a", str(path), 2) != first  # loaded again
+    assert AdapterNames()("a", str(path), 1) != first
+    assert names("", "", 0) == ""
+    with pytest.raises(Unsupported, match="no directory"):
+        names("b", "org/name", 3)
+
+
 @pytest.mark.parametrize("difference", ["salt", "weights", "tenant"])
 def test_servers_and_requests_that_differ_never_share(site: Site, tmp_path: Path, difference: str) -> None:
     text = prompt(700)

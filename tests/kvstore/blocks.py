@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.api import ReserveState
+from kvstore.clock import Clock
 from kvstore.embedded import Embedded
 from kvstore.hashing import ROOT
 from kvstore.leases import Holder
@@ -29,6 +30,7 @@ from kvstore.testing.chains import (
     stored_again,
     tokens,
 )
+from kvstore.testing.clocks import SteppedClock
 from kvstore.testing.faults import Faults
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "tokens",
 ]
 
+DAY = 86400.0
 CHOSEN: dict[str, PayloadKind] = {"payloads": "lmdb"}  # by the fixture ``payload_kind``
 
 
@@ -70,14 +73,23 @@ def settings(path: Path, **changes: Any) -> StoreSettings:
     return StoreSettings(data=path, **(small | CHOSEN | changes))
 
 
+def later(seconds: float) -> SteppedClock:
+    """A clock that shows what those of the machine will show after so many seconds."""
+    clock = SteppedClock()
+    clock.passed = seconds
+    return clock
+
+
 def faulty() -> Faults:
     """Payloads of the kind under test that fail on demand."""
     return Faults(OPEN[CHOSEN["payloads"]])
 
 
-def open_store(path: Path, faults: Faults | None = None, **changes: Any) -> Embedded:
+def open_store(
+    path: Path, faults: Faults | None = None, clock: Clock | None = None, **changes: Any
+) -> Embedded:
     """A small embedded store, over failing payloads if asked."""
-    return Embedded(settings(path, **changes), (faults or faulty()).open)
+    return Embedded(settings(path, **changes), (faults or faulty()).open, clock)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -90,6 +90,24 @@ def test_what_is_not_on_disk_is_not_evicted(tree):
     assert tree.gone == []
 
 
+@pytest.mark.parametrize("policy", ["unit", "block"])
+def test_blocks_in_memory_only_go_with_the_tail_on_disk_that_they_stand_on(tree, policy):
+    tree.store("abcd", 1, unit=False)
+    tree.store("xy", 2)
+    tree.store("uvw", 0)  # older, but nothing of it is on disk
+    loose = [tree.row(word) for word in ("abc", "abcd", "u", "uv", "uvw")]
+    for row in loose:
+        tree.index.place[row], tree.index.slot[row] = NONE, 7
+
+    def drop(row):
+        tree.gone.append(tree.index.hashes[row].decode())
+        tree.index.lose(row)
+
+    evictor = TailEvictor(tree.index, policy, loose.__contains__)
+    assert evictor.evict(lambda: "ab" in tree.gone, drop)
+    assert tree.gone == ["abcd", "abc", "ab", "a"][: 4 if policy == "unit" else 3]
+
+
 def test_a_prefix_becomes_evictable_when_the_blocks_below_a_hole_go(tree):
     """The hole goes with them, and must not hide the block above it."""
     tree.store("ab", 1)

@@ -15,9 +15,11 @@ from kvstore.observer import Departure
 from kvstore.prefix_index import NONE
 from kvstore.settings import MIB
 from tests.kvstore.blocks import (
+    DAY,
     Conversation,
     end_of,
     in_loop,
+    later,
     load_chain,
     open_store,
     settings,
@@ -27,7 +29,6 @@ from tests.kvstore.blocks import (
 )
 from tests.kvstore.test_writeback import Bench
 
-DAY = 86400.0
 A, B, C = (tokens(seed, 12) for seed in range(3))
 
 
@@ -118,20 +119,18 @@ def test_what_a_lease_holds_stays_until_it_is_released(tmp_path):
 
 def test_the_last_use_survives_a_restart(tmp_path):
     """A block is recorded once; its uses since are noted with the units."""
-    later = time.time() + 5 * DAY
-    with open_store(tmp_path) as store:
+    used, clock = time.time() + 5 * DAY, later(0)
+    with open_store(tmp_path, clock=clock) as store:
         worker = Conversation(store)
         chain(worker, A)
         hashes = chain(worker, B)
-        index = store._store._index
-        row = index.find(hashes[-1])
-        index.units[row].used = later
-        store._call(lambda: store._store._writer.unit_used(row))
-    with open_store(tmp_path) as store:
-        assert store.expire(later + DAY - 60) == 12
-        assert load_chain(store, worker.namespace, hashes) == 12
-    with open_store(tmp_path) as store:
-        assert store.expire(later + DAY + 60) == 12
+        clock.passed = 5 * DAY
+        load_chain(store, worker.namespace, hashes)
+    with open_store(tmp_path, clock=later(5 * DAY)) as store:
+        assert store.expire(used + DAY - 60) == 12
+        assert store.status().disk.blocks == 12
+    with open_store(tmp_path, clock=later(5 * DAY)) as store:
+        assert store.expire(used + DAY + 60) == 12
 
 
 def test_uses_are_written_down_together_and_not_one_by_one(tmp_path):

@@ -5,12 +5,11 @@ import asyncio
 import pytest
 
 from kvstore.api import KVStore, ReserveState
-from kvstore.errors import CapacityTooSmall, DeadlineExceeded, FormatMismatch, InvalidArgument
+from kvstore.errors import DeadlineExceeded, FormatMismatch, InvalidArgument, NamespaceLimit
 from kvstore.hashing import ROOT, block_hashes
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
 from kvstore.settings import StoreSettings
-from kvstore.spaces import MAX_BLOCK_SIZES
 from kvstore.testing.faults import Faults
 from tests.kvstore.blocks import SMALL, content, load_chain, open_store, store_chain, tokens
 
@@ -125,10 +124,14 @@ def test_a_directory_of_other_payloads_is_refused_with_the_remedy_and_left_as_it
 
 
 def test_sizes_of_blocks_are_bounded_and_those_that_are_open_go_on(tmp_path):
-    layouts = [LatentLayout(num_layers=1, latent_rank=n, rope_dim=0) for n in range(1, MAX_BLOCK_SIZES + 2)]
-    with open_store(tmp_path, payloads="slab") as store:
-        opened = [store.open_namespace(Namespace(layout=layout)) for layout in layouts[:-1]]
-        with pytest.raises(CapacityTooSmall, match=f"{MAX_BLOCK_SIZES} sizes of blocks are open"):
+    layouts = [LatentLayout(num_layers=1, latent_rank=n, rope_dim=0) for n in range(1, 6)]
+    with open_store(tmp_path, payloads="slab", tenant_block_sizes=4) as store:
+        opened = []
+        for layout in layouts[:-1]:
+            opened.append(store.open_namespace(Namespace(layout=layout)))
+            hashes = block_hashes(opened[-1], tokens(1, 1))
+            assert store_chain(store, opened[-1], hashes, nbytes=layout.block_bytes)
+        with pytest.raises(NamespaceLimit, match="tenant 'default' has 4 sizes of blocks in use"):
             store.open_namespace(Namespace(layout=layouts[-1]))
         again = store.open_namespace(Namespace(layout=layouts[0], model="another"))
         assert again not in opened

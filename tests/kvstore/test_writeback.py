@@ -418,10 +418,16 @@ async def test_a_store_that_is_closing_takes_nothing_new_and_says_so(tmp_path):
     assert await store.durable(ticket)
 
 
+def settled_ticket(desk, namespace, row=1):
+    ticket = desk.give([row], namespace)
+    desk.settle(row, durable=True)
+    return ticket
+
+
 @in_loop
 async def test_a_ticket_that_many_others_came_after_is_unknown(tmp_path):
-    desk = TicketDesk()
-    tickets = [desk.give([], 7) for _ in range(65536 + 2)]
+    desk = TicketDesk(remembered=64)
+    tickets = [settled_ticket(desk, 7) for _ in range(64 + 2)]
     for old in tickets[:2]:
         with pytest.raises(TicketUnknown, match="too old"):
             await desk.wait(old)

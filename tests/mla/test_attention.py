@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from kvstore.errors import InvalidArgument
+from mla import Unsupported
 from mla.absorb import UpProjection, kv_b_weight
 from mla.attention import EXPAND_FROM, DenseContext, Form, PagedContext, choose_form, latent_attention
 from mla.online import Tiling
@@ -115,6 +116,43 @@ def test_a_hooked_projection_is_asked_too_since_its_weight_may_be_elsewhere():
     projection.register_forward_hook(lambda module, args, out: 2 * out)
     weight = kv_b_weight(projection, 8, torch.empty(0))
     assert torch.allclose(weight, 2 * projection.weight)
+
+
+class Adapted(nn.Module):
+    """As an adapter with a bias stands in place of a projection."""
+
+    def __init__(self, inner, bias):
+        super().__init__()
+        self.base_layer, self.bias = inner, bias
+
+    def forward(self, x):
+        return self.base_layer(x) + self.bias
+
+
+@pytest.mark.parametrize("queries", [3, 300])
+@pytest.mark.parametrize("kind", ["adapter", "linear"])
+def test_a_bias_of_the_projection_is_added_once(queries, kind):
+    query, latent, rope, up, scaling = case(400, queries, torch.float32)
+    bias = torch.randn(up.projection.out_features, generator=torch.Generator().manual_seed(2))
+    projection = Adapted(up.projection, bias)
+    both = (latent[0, 0] @ up.projection.weight.T + bias).view(400, HEADS, NOPE + VALUE).transpose(0, 1)
+    key = torch.cat((both[..., :NOPE], rope[0].expand(HEADS, -1, -1)), dim=-1)
+    future = torch.ones(queries, 400, dtype=torch.bool).triu(400 - queries + 1)
+    scores = (scaling * query[0] @ key.transpose(1, 2)).masked_fill(future, -torch.inf)
+    want = (scores.softmax(dim=-1) @ both[..., NOPE:]).transpose(0, 1)[None]
+    if kind == "linear":
+        projection = nn.Linear(RANK, bias.numel())
+        projection.weight, projection.bias = up.projection.weight, nn.Parameter(bias)
+    biased = UpProjection(projection, HEADS, NOPE, VALUE, RANK)
+    got = latent_attention(query, DenseContext(latent, rope), biased, scaling)
+    assert relative(got.detach(), want.detach()) < 1e-5
+
+
+def test_a_projection_that_is_not_linear_is_refused():
+    query, latent, rope, up, scaling = case(400, 3, torch.float32)
+    bent = UpProjection(nn.Sequential(up.projection, nn.ReLU()), HEADS, NOPE, VALUE, RANK)
+    with pytest.raises(Unsupported, match="not linear"):
+        latent_attention(query, DenseContext(latent, rope), bent, scaling)
 
 
 @pytest.mark.parametrize("queries", [3, 300])

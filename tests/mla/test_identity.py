@@ -45,6 +45,41 @@ def test_a_fingerprint_follows_the_weights_and_their_dtype():
     assert name != weights_fingerprint(model)
 
 
+def test_one_row_of_a_projection_is_seen():
+    model = tiny_model()
+    name = weights_fingerprint(model)
+    model.model.layers[2].self_attn.kv_a_proj_with_mqa.weight.data[3] += 0.5
+    assert name != weights_fingerprint(model)
+
+
+def test_a_fingerprint_follows_one_number_of_any_tensor_and_its_place():
+    model = build("deepseek_v3")
+    names = {weights_fingerprint(model)}
+    tensors = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        flat = tensor.data.view(-1)
+        kept = flat[-1].clone()
+        flat[-1] += 1
+        names.add(weights_fingerprint(model))
+        flat[-1] = kept
+    assert len(names) == len(tensors) + 1
+    first, second = (layer.input_layernorm for layer in model.model.layers)
+    first.weight, second.weight = second.weight, first.weight
+    assert weights_fingerprint(model) not in names
+
+
+def test_weights_that_are_tied_or_not_are_named_alike_and_strides_do_not_matter():
+    model = build("deepseek_v3")
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    name = weights_fingerprint(model)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert weights_fingerprint(model) == name
+    projection = model.model.layers[0].self_attn.o_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach().t().contiguous().t())
+    assert weights_fingerprint(model) == name
+
+
 def test_weights_that_are_not_here_have_no_fingerprint():
     with pytest.raises(Unsupported, match="pass the revision by name"):
         weights_fingerprint(build("youtu").to("meta"))

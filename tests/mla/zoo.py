@@ -128,8 +128,13 @@ def relative(got: Tensor, want: Tensor) -> float:
 def save_checkpoint(name: str, directory: Path) -> None:
     """A model and a tokenizer that knows every byte as a token of its own, where they can be loaded from."""
     build(name, vocab_size=256).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token; the marks, digits and letters of ASCII are the first 94 of the 256."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

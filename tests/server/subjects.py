@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import kvstore
 from kvstore.checking import check
 from kvstore.client import Client
 from kvstore.testing.subjects import DISK_BYTES, HOST_BYTES
 from server.commands.daemon import Operator
-from tests.server.conftest import DaemonProcess, Fleet
+from tests.server.conftest import DEADLINE, DaemonProcess, Fleet
 
 
 class DaemonSubject:
@@ -38,7 +39,7 @@ class DaemonSubject:
     def _connect(self) -> Client:
         if self._mode == "unix-bytes":
             self.daemon.arena_socket.unlink()
-        return self._fleet.connect(self.daemon.url)
+        return kvstore.connect(self.daemon.url, timeout=DEADLINE)
 
     def restart(self) -> None:
         self.store.close()

@@ -76,8 +76,10 @@ def test_tokens_are_counted_by_tenant_tier_and_reason(scraped: tuple[dict[str, s
     def value(name: str, **labels: str) -> float:
         return samples[f"latentkv_{name}", frozenset(labels.items())]
 
-    assert value("hit_tokens_total", tenant="acme", tier="disk") == 192
-    assert value("hit_tokens_total", tenant="acme", tier="host") == 192
+    for counted in ("matched", "hit"):
+        assert value(f"{counted}_tokens_total", tenant="acme", tier="disk") == 192
+        assert value(f"{counted}_tokens_total", tenant="acme", tier="host") == 192
+    assert value("short_tokens_total", tenant="acme") == 0
     assert value("miss_tokens_total", tenant="acme", reason="none") == 2
     assert value("miss_tokens_total", tenant="zeta", reason="never_seen") == 129
     assert value("matches_total", tenant="zeta", reason="never_seen") == 1
@@ -177,6 +179,6 @@ def test_a_request_that_is_matched_several_times_is_counted_once(fleet: Fleet, f
     def value(name: str, **labels: str) -> float:
         return samples[f"latentkv_{name}", frozenset({"tenant": "acme", **labels}.items())]
 
-    assert value("hit_tokens_total", tier="host") + value("hit_tokens_total", tier="disk") == 128
+    assert value("matched_tokens_total", tier="host") + value("matched_tokens_total", tier="disk") == 128
     assert sum(v for (n, _), v in samples.items() if n == "latentkv_miss_tokens_total") == 129 + 101
     assert sum(v for (n, _), v in samples.items() if n == "latentkv_matches_total") == 1

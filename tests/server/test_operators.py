@@ -87,9 +87,10 @@ def test_the_report_says_who_holds_what_and_what_it_is_worth(served: Served) -> 
     assert [unit["tokens"] for unit in report["heaviest"]] == [256, 128]
     assert valued["kinds"] == ["request_end"]
     (tenant,) = report["tenants"]
-    assert (tenant["matches"], tenant["hit_tokens"], tenant["miss_tokens"]) == (2, 256, 1 + 193)
+    assert (tenant["matches"], tenant["matched_tokens"], tenant["miss_tokens"]) == (2, 256, 1 + 193)
+    assert (tenant["hit_tokens"], tenant["short_tokens"]) == (2 * 256, 0)  # both loads brought all of it
     assert {miss["reason"]: miss["tokens"] for miss in report["misses"]} == {"none": 1, "never_seen": 193}
-    assert [(miss["tokens"], miss["hit_tokens"], miss["reason"]) for miss in report["recent_misses"]] == [
+    assert [(miss["tokens"], miss["matched_tokens"], miss["reason"]) for miss in report["recent_misses"]] == [
         (193, 0, "never_seen")
     ]
     assert report["why_not"] is None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from server.lifecycle import Daemon
 from tests.server.conftest import DEADLINE, SMALL, DaemonProcess, Fleet, document, flag_maker
 from tests.server.test_tenants import entry
 
+REQUEST_SECONDS = 2.0
 SOON = 0.5  # for a call that must fail
 
 
@@ -45,9 +48,9 @@ class Authority:
     def ca(self) -> Path:
         return self.path / "ca.pem"
 
-    def issue(self, *names: str) -> tuple[Path, Path]:
+    def issue(self, *names: str, common_name: str | None = None) -> tuple[Path, Path]:
         """Certificate and key for these names."""
-        issued = self.made.issue_cert(*names)
+        issued = self.made.issue_cert(*names, common_name=common_name)
         cert, key = (self.path / f"{names[0]}.{kind}.pem" for kind in ("cert", "key"))
         cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
         issued.private_key_pem.write_to_path(str(key))
@@ -86,8 +89,12 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         entry("engine", f"token_sha256 = '{hash_of(token)}'", ["search"])
         + entry("rack", "certificate = 'rack-7.example'", ["search"])
         + entry("ops", "certificate = 'ops.example'", ["*"], "operator = true")
+        + entry("address", "certificate = '10.9.8.7'", ["search"])
+        + entry("mail", "certificate = 'someone@rack.example'", ["search"])
+        + entry("common", "certificate = 'common-name.example'", ["search"])
     )
-    common = {"credentials": file, "tls_cert": cert, "tls_key": key, "log_level": "debug"}
+    common: dict[str, object] = {"credentials": file, "tls_cert": cert, "tls_key": key, "log_level": "debug"}
+    common["request_seconds"] = REQUEST_SECONDS
     fleet = Fleet()
     with flag_maker() as first, flag_maker() as second:
         by_token = fleet.daemon(*first("tls://0.0.0.0:0", **common))  # beyond loopback
@@ -130,6 +137,34 @@ def test_a_certificate_that_nothing_names_is_nobody(secured: Secured) -> None:
     client = secured.connect(secured.by_certificate, Identity(ca=secured.ours.ca, cert=cert, key=key))
     with pytest.raises(Unauthenticated):
         client.open_namespace(Namespace(SMALL, tenant="search"))
+
+
+@pytest.mark.parametrize("name", ["10.9.8.7", "someone@rack.example"])
+def test_only_a_dns_name_of_a_certificate_is_a_credential(secured: Secured, name: str) -> None:
+    cert, key = secured.ours.issue(name, common_name="common-name.example")
+    client = secured.connect(secured.by_certificate, Identity(ca=secured.ours.ca, cert=cert, key=key))
+    with pytest.raises(Unauthenticated):
+        client.open_namespace(Namespace(SMALL, tenant="search"))
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"], ids=["silent", "half a hello"]
+)
+def test_a_handshake_that_does_not_go_on_is_hung_up_on(secured: Secured, said: bytes) -> None:
+    with socket.create_connection(("localhost", int(secured.port(secured.by_token))), DEADLINE) as slow:
+        slow.sendall(said)
+        assert slow.recv(1) == b""
+
+
+def test_handshakes_that_fail_are_not_told_of_one_by_one(secured: Secured) -> None:
+    before = len(secured.by_token.log)
+    for _ in range(30):
+        with socket.create_connection(("localhost", int(secured.port(secured.by_token))), DEADLINE) as rude:
+            rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                while rude.recv(1 << 10):
+                    pass
+    assert len(secured.by_token.log) - before < 15
 
 
 def stranger(secured: Secured) -> dict[str, tuple[DaemonProcess, Identity | None, bool]]:

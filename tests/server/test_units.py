@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import queue
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from typer.testing import CliRunner
 
 from kvstore.api import MissReason
 from kvstore.client import Client
+from kvstore.errors import DeadlineExceeded
+from kvstore.v1 import operator_pb2 as pb
+from kvstore.v1 import operator_pb2_grpc
 from server.cli import app
-from tests.server.conftest import DaemonProcess, Document, Fleet, document, flag_maker
+from server.commands.daemon import Operator
+from server.operators import OperatorService
+from tests.server.conftest import DEADLINE, DaemonProcess, Document, Fleet, document, flag_maker
 from tests.server.test_commands import latentkv
 
 
@@ -155,3 +166,55 @@ def test_what_is_wrong_is_one_line_and_exit_2(house: House, words: tuple[str, ..
 
 def test_a_daemon_that_is_away_is_exit_3(tmp_path) -> None:
     assert "no daemon answers" in latentkv("units", "list", "--listen", f"unix://{tmp_path}/kv.sock", code=3)
+
+
+def test_a_daemon_that_does_not_answer_in_time_is_not_said_to_be_away(house: House) -> None:
+    house.daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        with Operator(house.daemon.url) as asked, pytest.raises(DeadlineExceeded, match="not answer within"):
+            asked._ask(asked._stub.Report, pb.ReportRequest(), 0.5)
+    finally:
+        house.daemon.process.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture
+def faulty_daemon(tmp_path) -> Iterator[str]:
+    """The operators' service over nothing, so that whatever is asked of it ends in a fault of its own."""
+    nothing = SimpleNamespace()
+    started: queue.Queue[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
+
+    async def serve() -> None:
+        server, stop = grpc.aio.server(), asyncio.Event()
+        service = OperatorService(nothing, nothing, nothing)  # type: ignore[arg-type]
+        operator_pb2_grpc.add_OperatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        server.add_insecure_port(f"unix://{tmp_path}/kv.sock")
+        await server.start()
+        started.put((asyncio.get_running_loop(), stop))
+        await stop.wait()
+        await server.stop(0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    loop, stop = started.get(timeout=DEADLINE)
+    yield f"unix://{tmp_path}/kv.sock"
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(DEADLINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "verb"),
+    [
+        (("units", "list"), "Units"),
+        (("units", "list", "--pins"), "Pins"),
+        (("units", "show", "aa"), "Unit"),
+        (("units", "pin", "aa", "--for", "1d"), "Pin"),
+        (("units", "unpin", "aa"), "Unpin"),
+        (("units", "delete", "aa"), "Delete"),
+        (("status",), "Report"),
+        (("plan",), "Record"),
+    ],
+)
+def test_a_fault_of_the_daemon_is_said_to_be_one_and_exit_4(faulty_daemon, words, verb) -> None:
+    done = CliRunner().invoke(app, [*words, "--listen", faulty_daemon])
+    assert done.exit_code == 4, done.output
+    assert done.stderr == f"latentkv: {verb} failed in the daemon (AttributeError); see its log\n"

@@ -158,7 +158,7 @@ def test_autocast_is_another_numerics(model, workers, embedded):
 
 def test_several_rows_are_refused_in_exact_mode(model, workers, embedded):
     worker = workers(model, embedded(), exact=True)
-    for option in ({"num_beams": 2}, {"num_return_sequences": 2}):
+    for option in ({"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
         with pytest.raises(ValueError, match="exact mode"):
             worker.session.generate(text(10), **option)
     model.generation_config.num_beams = 2

@@ -198,8 +198,48 @@ def test_a_model_that_is_none_and_a_document_that_is_too_long_are_told(
     ran = CliRunner().invoke(app, ["warm", *arguments, "--model", str(tmp_path)])
     assert (ran.exit_code, ran.stderr.count("\n")) == (2, 1)
     assert "no config.json" in ran.stderr
-    with (tmp_path / "b.txt").open("wb") as long:
-        long.truncate((1 << 18) + 1)
+    (tmp_path / "b.txt").write_bytes(b"x" * ((1 << 18) + 1))
     made = warmed(*arguments, "--model", "tiny", "--device", "cpu", code=1)
     assert (made.summary["documents"], made.summary["stored"]) == (2, 1)
     assert "has 262144 positions" in made.summary["failed"][0]
+
+
+NO_TEXT = {
+    "latin.txt": ("caf\u00e9 " * 30).encode("latin-1"),
+    "picture.png": b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
+    "utf16.txt": ("a text of its time " * 10).encode("utf-16"),
+    "zeros.bin": b"text with a zero\0" * 10,
+    "cut.txt": ("\u65e5\u672c\u8a9e" * 40).encode()[:-1],
+}
+
+
+def test_files_that_are_no_text_are_told_counted_and_left_out(
+    fleet: Fleet, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    daemon = fleet.daemon(*flags())
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    for name, content in NO_TEXT.items():
+        (documents / name).write_bytes(content)
+    (documents / "odd\x1b[31m.bin").write_bytes(b"\xff")
+    (documents / "good.txt").write_text("\ufeffwhat is written here, \u65e5\u672c\u8a9e " * 10)
+    (documents / "empty.txt").touch()
+    arguments = (str(documents), "--listen", daemon.url, "--model", "tiny", "--device", "cpu")
+    made = warmed(*arguments, code=1)
+    told = dict(line.split(": ", 1) for line in made.summary["no_text"])
+    assert set(told) == {*NO_TEXT, "odd\x1b[31m.bin"}
+    assert all(why.startswith("no text: byte ") for why in told.values())
+    assert "byte 3 (0xe9) is no UTF-8" in told["latin.txt"]
+    assert "UTF-16" in told["utf16.txt"]
+    assert [line["document"] for line in made.lines] == ["empty.txt", "good.txt"]
+    assert (made.summary["documents"], made.summary["failed"]) == (8, [])
+    shown = CliRunner().invoke(app, ["warm", *arguments])
+    assert shown.exit_code == 1
+    text = " ".join(shown.stdout.split())
+    assert "6 of the files are no text and were left out" in text
+    assert "left out: odd\\x1b[31m.bin: no text" in text
+    with Operator(daemon.url) as operator:
+        assert len(operator.units(None, "used", 10)) == 1
+    for name in told:
+        (documents / name).unlink()
+    assert warmed(*arguments).summary["no_text"] == []

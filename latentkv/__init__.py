@@ -1,0 +1,1 @@
+"""The ``latentkv`` command's own way in; the packages behind it are kvstore, server and mla."""
