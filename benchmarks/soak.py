@@ -30,7 +30,7 @@ from benchmarks import arguments
 from benchmarks.arguments import Parser, machine, workplace, write_json
 from benchmarks.options import BenchmarkError
 from benchmarks.soaking.curve import Curve, Watch
-from benchmarks.soaking.faults import ENDS_DAEMON, FAULTS, Fault, in_order
+from benchmarks.soaking.faults import EARLY, FAULTS, Fault, in_order
 from benchmarks.soaking.greedy import SIZES
 from benchmarks.soaking.scene import Scene, block_sizes
 from kvstore.checking import check
@@ -42,7 +42,7 @@ MUST_BE_ZERO = (
     *("wrong_bytes", "lost_durable", "stuck_calls", "leaked_slots", "leaked_leases", "leaked_files"),
     *("leaked_rows", "violated", "deaths", "growing_memory"),
 )
-KILLED_UNTIL = 0.3  # of the time; from then on the daemon lives, but for what is left of the first round
+EARLY_UNTIL = 0.3  # of the time; from then on the daemon lives, but for what is left of the first round
 JUDGED_FROM = 0.5  # of the time; until then it may settle
 PAUSE_SECONDS = 0.25  # between two faults, at most
 
@@ -154,7 +154,7 @@ class _Run:
             now = time.monotonic()
             if not first and now >= until:
                 return
-            if not first and fault in ENDS_DAEMON and now >= began + KILLED_UNTIL * self._seconds:
+            if not first and fault in EARLY and now >= began + EARLY_UNTIL * self._seconds:
                 continue
             fault(scene)
             self.faults[fault.__name__] += 1

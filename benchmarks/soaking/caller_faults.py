@@ -22,8 +22,13 @@ def hostile_calls(scene: Scene) -> None:
 
 
 def hostile_connections(scene: Scene) -> None:
-    """Connections that say nothing, or half a greeting, and calls that are reset as soon as they are made."""
-    _beside(scene, _bursts(scene, "idle_connections", "half_handshakes", "resets"))
+    """Connections that say nothing, or half a greeting."""
+    _beside(scene, _bursts(scene, "idle_connections", "half_handshakes"))
+
+
+def hostile_resets(scene: Scene) -> None:
+    """Thousands of calls, each reset as soon as it is made."""
+    _beside(scene, _bursts(scene, "resets"))
 
 
 def hostile_http(scene: Scene) -> None:

@@ -11,16 +11,8 @@ from benchmarks.soaking.scene import Scene
 OWED_AT_ONCE = 8  # documents that are looked for behind each restart
 HOUR = 3600.0
 STEPS = (-25 * HOUR, -2 * HOUR, 0.0, 2 * HOUR, 25 * HOUR)  # a day is what an unused block lives
-TASKS = (
-    "leases",
-    "uses",
-    "expiry",
-    "clock",
-    "workers",
-    "history",
-    "handover",
-    "web",
-)  # run as long as it does
+TASKS = ("leases", "uses", "expiry", "clock", "workers", "history", "handover", "web")  # beside the writer
+STEADY_SECONDS = 65.0  # between two deaths of a task: one that dies again and again is given up
 
 
 def kill_daemon(scene: Scene) -> None:
@@ -67,6 +59,9 @@ def step_clock(scene: Scene) -> None:
 
 def kill_task(scene: Scene) -> None:
     """The writer's loop dies, and another task of the daemon: what comes is written all the same."""
-    scene.daemon.tell(kill_task="writer")
-    scene.daemon.tell(kill_task=scene.rng.choice(TASKS))
+    now = time.monotonic()
+    for task in ("writer", scene.rng.choice(TASKS)):
+        if now - scene.killed.get(task, 0.0) >= STEADY_SECONDS:
+            scene.killed[task] = now
+            scene.daemon.tell(kill_task=task)
     scene.require_writing()

@@ -14,6 +14,7 @@ import grpc
 
 from kvstore import wire
 from kvstore.address import Address
+from kvstore.hashing import ROOT
 from kvstore.layout import LatentLayout
 from kvstore.namespace import Namespace
 from kvstore.v1 import kvstore_pb2 as pb
@@ -58,12 +59,12 @@ class Greedy:
         """Workers of one process, each with a lease."""
         key = self._key()
         made = (_worker() for _ in range(count))
-        return self._call(self._stub.Reserve, (pb.ReserveRequest(namespace=key, worker=who) for who in made))
+        return self._call(self._stub.Reserve, (_lease(key, who) for who in made))
 
     def tickets(self, count: int = 1500) -> Outcome:
         """Commits of nothing, each of which gets a ticket."""
         who = _worker()
-        asked = pb.ReserveRequest(namespace=self._key(), worker=who)
+        asked = _lease(self._key(), who)
         try:
             lease = self._stub.Reserve(asked, timeout=SECONDS, metadata=self._proof).lease
         except grpc.RpcError as error:
@@ -90,6 +91,10 @@ class Greedy:
 
 def _named(layout: LatentLayout) -> str:
     return Namespace(layout, model="m", tenant=TENANT).to_json()
+
+
+def _lease(key: bytes, who: pb.Worker) -> pb.ReserveRequest:
+    return pb.ReserveRequest(namespace=key, parent=ROOT, worker=who)
 
 
 def _worker() -> pb.Worker:

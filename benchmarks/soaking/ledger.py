@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 Document = tuple[int, int]
 """A space and a number."""
@@ -17,15 +15,15 @@ Document = tuple[int, int]
 class _Entry:
     hashes: tuple[bytes, ...]
     ended: float  # when it was confirmed
-    mark: int  # bytes stored by all until then
+    mark: int  # how many uses there were by then
 
 
 class Ledger:
     """Confirmations and excuses. Thread-safe; times are monotonic seconds.
 
-    A document is owed as far as each of its blocks was confirmed by whoever filled it, and until so
-    many bytes were stored or used behind it that it may have been evicted: half of the disk's capacity,
-    since what is least recently used goes first.
+    A document is owed as far as each of its blocks was confirmed by whoever filled it, and until blocks of
+    so many bytes were used behind it that it may have been evicted: half of the disk's capacity, since what
+    is least recently used goes first. To be stored, loaded or found there is a use.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -33,22 +31,28 @@ class Ledger:
         self._lock = threading.Lock()
         self._entries: dict[Document, _Entry] = {}
         self._sure: dict[bytes, float] = {}  # block -> when it was confirmed
-        self._stored = 0
-        self._used: dict[bytes, tuple[int, int]] = {}  # block -> bytes stored by all at its last use, its own
+        self._uses = 0
+        self._used: dict[bytes, tuple[int, int]] = {}  # block -> its last use and its bytes, the latest last
         self._damaged: dict[bytes, float] = {}  # block -> when
         self._spoilt: list[tuple[float, float]] = []
 
-    def stored(self, filled: Sequence[bytes], nbytes: int) -> None:
-        """These blocks were filled, so they were not there; so many bytes in all."""
+    def used(self, blocks: Sequence[bytes], block_bytes: int) -> None:
+        """Somebody asks for these blocks, so they leave the disk behind all others."""
         with self._lock:
-            self._stored += nbytes
+            self._use(blocks, block_bytes)
+
+    def _use(self, blocks: Sequence[bytes], block_bytes: int) -> None:
+        self._uses += 1
+        for block in blocks:
+            self._used.pop(block, None)
+            self._used[block] = (self._uses, block_bytes)
+
+    def stored(self, filled: Sequence[bytes], block_bytes: int) -> None:
+        """These blocks were filled, so they were not there."""
+        with self._lock:
+            self._use(filled, block_bytes)
             for block in filled:
                 self._sure.pop(block, None)
-
-    def used(self, blocks: Sequence[bytes], nbytes: int) -> None:
-        """These blocks, each of so many bytes, were loaded: they stay before what was not."""
-        with self._lock:
-            self._used.update(dict.fromkeys(blocks, (self._stored, nbytes)))
 
     def confirmed(
         self, document: Document, hashes: Sequence[bytes], filled: Sequence[bytes], began: float, ended: float
@@ -64,7 +68,7 @@ class Ledger:
                 if self._damaged.get(block, 0.0) < began:
                     self._sure[block] = ended
             if hashes[-1] in filled:
-                self._entries[document] = _Entry(tuple(hashes), ended, self._stored)
+                self._entries[document] = _Entry(tuple(hashes), ended, self._uses)
 
     def spoil(self, first: float, last: float) -> None:
         """What was confirmed until ``last`` is owed no more, nor what was under way since ``first``."""
@@ -81,16 +85,20 @@ class Ledger:
     def owed(self) -> dict[Document, int]:
         """Leading blocks that must be there of each document, the latest first."""
         with self._lock:
-            uses = sorted(self._used.values(), reverse=True)
-            marks, used = [-mark for mark, _ in uses], [0, *accumulate(nbytes for _, nbytes in uses)]
-            live = [
-                (entry.mark, key, entry)
-                for key, entry in self._entries.items()
-                if self._stored - entry.mark + used[bisect_right(marks, -entry.mark)] <= self._horizon
-            ]
+            first = self._first_kept()
+            live = [(entry.mark, key, entry) for key, entry in self._entries.items() if entry.mark >= first]
             live.sort(key=lambda item: item[0], reverse=True)
             owed = {key: self._whole(entry.hashes) for _, key, entry in live}
             return {key: blocks for key, blocks in owed.items() if blocks}
+
+    def _first_kept(self) -> int:
+        """The use behind which blocks of no more bytes than the horizon were used."""
+        nbytes = 0
+        for use, size in reversed(self._used.values()):
+            nbytes += size
+            if nbytes > self._horizon:
+                return use
+        return 0
 
     def age(self, document: Document) -> float:
         """Seconds since it was confirmed."""

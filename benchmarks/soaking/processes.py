@@ -39,6 +39,11 @@ class FaultyDaemon(Daemon):
         """Whether the process has not ended."""
         return self._process.poll() is None
 
+    @property
+    def died_of(self) -> int | None:
+        """Its status, if it ended by itself: minus a signal, or a code."""
+        return self._process.poll()
+
     def tell(self, **switches: object) -> Event:
         """Set switches; what it holds, and which invariants are violated. Raises ``BenchmarkError``."""
         stdin, stdout = self._process.stdin, self._process.stdout

@@ -125,7 +125,7 @@ class Requester:
 
     def request(self, space: int, number: int) -> None:
         """Match, load and verify what matched, store the rest."""
-        self.tell("request")
+        self.tell("request", space=space, document=number)
         try:
             hashes = self.hashes(space, number)
             match = self.load(space, number, hashes)

@@ -73,6 +73,7 @@ class Scene:
         self.asker = Requester(self._client, 0, rng, self._tell, Clock(self._tell))
         self.workers: list[WorkerProcess] = []
         self._replaced: list[WorkerProcess] = []  # whose children may live
+        self.killed: dict[str, float] = {}  # tasks of the daemon, and when
 
     def __enter__(self) -> Scene:
         try:
@@ -123,11 +124,11 @@ class Scene:
             match kind:
                 case "request":
                     seen.operations += 1
+                    self._use((event["space"], event["document"]))
                 case "hit":
                     seen.hits += event["blocks"] > 0
                     seen.hit_blocks += event["blocks"]
-                    chain = self.chain((event["space"], event["document"]))
-                    self.ledger.used(chain[: event["blocks"]], SPACES[event["space"]].layout.block_bytes)
+                    self._use((event["space"], event["document"]))
                 case "refused":
                     seen.refused[event["kind"]] += 1
                 case "wrong":
@@ -140,11 +141,14 @@ class Scene:
                 case "forked" if not event["returned"]:
                     seen.violated.append("a forked child did not live to come back from the store")
                 case "stored":
-                    nbytes = SPACES[event["space"]].layout.block_bytes * len(event["filled"])
-                    self.ledger.stored(_blocks(event["filled"]), nbytes)
+                    size = SPACES[event["space"]].layout.block_bytes
+                    self.ledger.stored(_blocks(event["filled"]), size)
                 case "sure":
                     seen.confirmed += 1
                     self._confirm(event)
+
+    def _use(self, document: Document) -> None:
+        self.ledger.used(self.chain(document), SPACES[document[0]].layout.block_bytes)
 
     def _confirm(self, event: Event) -> None:
         document = (event["space"], event["document"])
@@ -173,6 +177,7 @@ class Scene:
         for at, (document, blocks) in enumerate(owed):
             self._require(document, blocks)
             if at < loads:
+                self._use(document)
                 with contextlib.suppress(KVStoreError):
                     self.asker.load(*document, self.chain(document))
 
@@ -204,7 +209,7 @@ class Scene:
             with contextlib.suppress(KVStoreError):
                 key, nbytes = self._client.open_namespace(space), space.layout.block_bytes
                 hashes = block_hashes(key, tokens(next(self._seeds), NEW_BLOCKS))
-                self.ledger.stored(hashes, nbytes * len(hashes))
+                self.ledger.stored(hashes, nbytes)
                 if store_chain(self._client, key, hashes, nbytes=nbytes):
                     return
             time.sleep(0.1)
@@ -244,7 +249,8 @@ class Scene:
         """Start a daemon that has died; unless excused that is a failure."""
         if not self.daemon.alive:
             if not excused:
-                self.seen.deaths.append(f"the daemon died with {self.daemon.ended_by}")
+                why = f"the daemon died with {self.daemon.died_of}; its log ends with"
+                self.seen.deaths.append(f"{why} {self.daemon.last_words()!r}, behind {self.seen.course[-4:]}")
             self.daemon.start()
             self.await_daemon()
 
