@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import suppress
 
@@ -18,6 +19,7 @@ import grpc
 import pytest
 import xxhash
 
+from kvstore import wire
 from kvstore.api import KVStore, MissReason, ReserveState
 from kvstore.client import Client
 from kvstore.errors import (
@@ -29,6 +31,7 @@ from kvstore.errors import (
 )
 from kvstore.hashing import ROOT
 from kvstore.layout import preset
+from kvstore.mapping import open_mapping
 from kvstore.units import UnitKind, UnitMark
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1 import kvstore_pb2_grpc
@@ -432,3 +435,30 @@ def test_a_closed_client_is_unavailable_and_its_leases_are_released(fleet: Fleet
         client.status()
     assert client.match(doc.namespace, doc.hashes, len(doc.tokens)).reason is MissReason.UNAVAILABLE
     assert fleet.connect(url).status().leases == 0
+
+
+def test_that_a_loads_requests_end_gives_no_slot_back(fleet: Fleet, flags: Flags) -> None:
+    """A stream that its worker cancels may look like one that it half-closes, and the worker may still look."""
+    daemon = start(fleet, "mapped", flags)
+    client = fleet.connect(daemon.url)
+    doc = document(client, 5)
+    doc.store(client)
+    until(lambda: client.status().leases == 0)
+    mapping = open_mapping(daemon.url.removeprefix("unix://"), DEADLINE)
+    heard = threading.Event()
+
+    def requests() -> Iterator[pb.LoadRequest]:
+        yield wire.load_start(mapping.identity, doc.namespace, doc.hashes, 0, None)
+        heard.wait(DEADLINE)
+
+    with grpc.insecure_channel(daemon.url) as channel:
+        stub = kvstore_pb2_grpc.KVStoreStub(channel)
+        answers = stub.Load(requests())
+        lease = next(answers).lease
+        assert len(next(answers).announced.offsets) > 0
+        heard.set()
+        list(answers)
+        assert client.status().leases == 1
+        stub.Release(pb.ReleaseRequest(lease=lease, worker=wire.worker(mapping.identity)))
+    assert client.status().leases == 0
+    mapping.retire()
