@@ -438,7 +438,7 @@ def test_a_closed_client_is_unavailable_and_its_leases_are_released(fleet: Fleet
 
 
 def test_that_a_loads_requests_end_gives_no_slot_back(fleet: Fleet, flags: Flags) -> None:
-    """A stream that its worker cancels may look like one that it half-closes, and the worker may still look."""
+    """A stream that is cancelled may look like one that is half-closed, and the worker may still look."""
     daemon = start(fleet, "mapped", flags)
     client = fleet.connect(daemon.url)
     doc = document(client, 5)
